@@ -1,0 +1,1 @@
+"""One worker's inference; knows no network."""

@@ -1,0 +1,115 @@
+"""What the engine is asked and what it answers: plain data, no tensors."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Work(IntEnum):
+    """The part of a request that this engine does (values equal the worker API's)."""
+
+    ALL = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended (values equal the public API's)."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+class SequenceKey(NamedTuple):
+    """Names a sequence across processes."""
+
+    gateway: int
+    request: int
+    sample: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw and when to stop; complete, validated by the gateway and again by `EngineCore.add`."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    seed: int = 0  # 64-bit key of the noise
+    max_tokens: int = 16  # output tokens, those of `Request.output_ids` counted in
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the top k's
+
+
+@dataclass(slots=True)
+class Request:
+    """A sequence to run. A replay is the same with the output so far in `output_ids`."""
+
+    key: SequenceKey
+    prompt_ids: list[int]
+    params: SamplingParams
+    work: Work = Work.ALL
+    output_ids: list[int] = field(default_factory=list)
+    arrival: float = 0.0  # time.monotonic(), of the first arrival
+    deadline: float | None = None  # time.monotonic()
+    cache_salt: bytes = b""
+    start_now: bool = True  # PREFILL: start before the ticket comes
+    writer: int = 0  # DECODE: incarnation of the prefill worker that will write the KV
+
+
+class Token(NamedTuple):
+    """A sampled token; `logprobs` holds (token, natural log-probability): the chosen one, then the top ones."""
+
+    token_id: int
+    logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceTimings:
+    """Seconds, by this worker's monotonic clock; 0: it did not happen."""
+
+    queue: float = 0.0  # arrival to first chunk
+    prefill: float = 0.0  # first chunk to first token
+    transfer: float = 0.0  # reservation to acceptance
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """New tokens of one sequence in one step."""
+
+    key: SequenceKey
+    first_index: int  # output index of tokens[0]
+    tokens: list[Token]
+    finish: FinishReason | None
+    timings: SequenceTimings | None  # with the first and the last tokens
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Pages set aside for a DECODE sequence's KV: the ones that must be written, in the prompt's order."""
+
+    key: SequenceKey
+    writer: int
+    pages: list[int]
+    first_position: int  # prompt position of pages[0]'s first token; a multiple of the page size
+
+
+@dataclass(slots=True)
+class StepResult:
+    """All that one `EngineCore.step` brought about."""
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    reserved: list[Reservation] = field(default_factory=list)
+    failures: list[tuple[SequenceKey, Exception]] = field(default_factory=list)  # dropped by the engine, pages returned
+
+
+class ChunkProgress(NamedTuple):
+    """What the layer hook learns of a PREFILL sequence: positions below `ready` are written in this layer."""
+
+    key: SequenceKey
+    pages: list[int]  # the prompt's whole block table
+    ready: int  # tokens, cached prefix and this step's chunk counted in
+    total: int  # tokens to be written in all (prompt + replayed output)

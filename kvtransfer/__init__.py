@@ -1,0 +1,1 @@
+"""Paged KV between workers; knows no engine."""

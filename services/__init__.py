@@ -1,0 +1,1 @@
+"""Processes and the network: gateway, prefill, decode, command line."""

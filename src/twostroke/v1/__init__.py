@@ -1,0 +1,1 @@
+"""Generated from protos/twostroke/v1; `make protos` renews it."""
