@@ -104,6 +104,7 @@ class StepResult:
     outputs: list[SequenceOutput] = field(default_factory=list)
     reserved: list[Reservation] = field(default_factory=list)
     failures: list[tuple[SequenceKey, Exception]] = field(default_factory=list)  # dropped by the engine, pages returned
+    progress: bool = False  # something ran, was reserved or failed: another step may find work at once
 
 
 class ChunkProgress(NamedTuple):

@@ -1,0 +1,25 @@
+"""One step's work, as the scheduler hands it to the model runner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .request import ChunkProgress, SamplingParams, SequenceKey
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence's share of a step: its tokens at positions start .. start + len(token_ids) - 1."""
+
+    key: SequenceKey
+    token_ids: list[int]  # a prompt chunk, or one token when decoding
+    start: int  # position of token_ids[0]; all earlier positions are in the pool already, or written earlier in this step
+    pages: list[int]  # the block table; covers start + len(token_ids) positions
+    params: SamplingParams
+    sample: bool  # draw the token after the last one
+    progress: ChunkProgress | None = None  # PREFILL sequences: what the layer hook is told
+
+
+LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]
+"""Called by the runner with a layer's index once that layer's KV of the step is written, on the engine's thread; only in
+steps that have PREFILL rows. It must not raise and must not touch the engine."""
