@@ -1,0 +1,110 @@
+"""gRPC servers and channels with the options that long-lived, heartbeating streams need."""
+
+from collections.abc import Sequence
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_MESSAGE_BYTES = 16 << 20
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+
+Option = tuple[str, int | str]
+
+
+def common_options(max_message_bytes: int) -> list[Option]:
+    """Options of both ends: message limits; no window growth, so that a peer that stops reading stops us soon."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.http2.bdp_probe", 0),  # else 4 MB a stream pile up for a client that reads nothing
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
+    """Tolerates clients that ping each second; binds a port for itself alone."""
+    return [
+        *common_options(max_message_bytes),
+        ("grpc.so_reuseport", 0),  # else a second process on the same port would share its calls silently
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
+    """Notices a dead peer by keepalive; one connection a channel; no environment proxy between our own processes."""
+    return [
+        *common_options(max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def create_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Server:
+    """A server without ports or services. Call it on the loop that will serve."""
+    return grpc.aio.server(interceptors=list(interceptors), options=server_options(max_message_bytes))
+
+
+def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A plaintext channel to host:port; connects on first use."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def bind(server: grpc.aio.Server, address: str) -> str:
+    """Opens host:port in plaintext; returns host:port with the port that was taken (the system's choice for port 0).
+
+    Raises RuntimeError where the address is in use or not ours.
+    """
+    host, _, _ = address.rpartition(":")
+    port = server.add_insecure_port(address)
+    return f"{host}:{port}"
+
+
+class Health:
+    """The health service of a process: all named services and the process as a whole (the empty name) move together."""
+
+    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+        self._names = ("", *service_names)
+        self._servicer = health_aio.HealthServicer()
+        self._serving: bool | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    @property
+    def serving(self) -> bool:
+        """What was told last."""
+        return bool(self._serving)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tells watchers and checkers; cheap where nothing changed."""
+        if serving == self._serving:
+            return
+        self._serving = serving
+        code = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, code)
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING from now on, whatever is set later."""
+        self._serving = False
+        await self._servicer.enter_graceful_shutdown()
+
+
+async def add_health_and_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Health:
+    """Adds both services for `service_names` (full names, e.g. `twostroke.v1.Inference`); starts as NOT_SERVING."""
+    health = Health(server, service_names)
+    await health.set_serving(False)
+    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    return health
