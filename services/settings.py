@@ -1,0 +1,187 @@
+"""Every setting of every process: one validated schema.
+
+`services/configure.py` fills it from flags, `TWOSTROKE_*` variables and a TOML file; `services/options.py` makes the
+command line's options of it and `services/describe.py` the texts. Built directly (`GatewaySettings(listen=...)`) it
+reads nothing but its arguments.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ..engine.config import DType, EngineOptions, Reserve
+
+ENV_PREFIX = "TWOSTROKE_"
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_bytes(value: object) -> object:
+    """'1GiB', '512MB', '1.5 GiB' or a plain number, as bytes; anything else is left for the schema to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("not a size")
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def parse_list(value: object) -> object:
+    """'a,b' or a list whose elements may hold commas, as a list of non-empty strings."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        return value
+    return [piece.strip() for part in parts for piece in part.split(",") if piece.strip()]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """('host', port) of 'host:port', '[::1]:port' or ':port' (every interface); ValueError otherwise."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("not an address")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if (":" in host and not bracketed) or re.search(r"[\s/,]", host):
+        raise ValueError("not an address")
+    return host or "[::]", int(port)
+
+
+def _address(value: str) -> str:
+    if value:
+        split_address(value)
+    return value
+
+
+def _digits(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else value
+
+
+Size = Annotated[int, BeforeValidator(parse_bytes)]
+Address = Annotated[str, AfterValidator(_address)]
+Addresses = Annotated[list[Address], BeforeValidator(parse_list), NoDecode]
+PageSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_digits)]
+Seconds = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+_TOKENS = 1 << 24  # no model's context comes near
+
+
+class Settings(BaseSettings):
+    """What every process shares: the keys at the top of the file."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+    )
+
+    model: str = Field("smollm2-135m", min_length=1, max_length=4096)
+    """Model to serve: `smollm2-135m` (the embedded default), a local directory, or a hub id."""
+    models_dir: Path | None = None
+    """Folder for downloaded and converted models; default: `twostroke` in the user's cache folder."""
+    name: str = Field("", max_length=64, pattern=r"^[\w.\-]*$")
+    """Name for people, in logs and answers; empty: role and process id."""
+    drain_s: Seconds = 30
+    """After SIGTERM: how long running requests may still take, in seconds."""
+    silence_s: Seconds = 10
+    """A peer that says nothing for so long is taken for dead, in seconds."""
+    log_level: LogLevel = "info"
+    """Least severe log lines that are written (to stderr)."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: whoever wants variables and files says so (`services/configure.py`)."""
+        return (init_settings,)
+
+
+class GatewaySettings(Settings):
+    """The gateway: `[gateway]` in the file."""
+
+    listen: Address = Field("127.0.0.1:50051", min_length=1)
+    """Address to serve on, host:port; port 0: a free one."""
+    workers: Addresses = Field(default_factory=list, max_length=1024)
+    """Workers to connect to, host:port each, separated by commas."""
+    max_queue: int = Field(1024, ge=1, le=1_000_000)
+    """Requests admitted at once; more are refused with RESOURCE_EXHAUSTED."""
+    max_input: int = Field(0, ge=0, le=_TOKENS)
+    """Most prompt tokens of a request; 0: the model's context."""
+    max_output: int = Field(0, ge=0, le=_TOKENS)
+    """Most output tokens of a request; 0: the model's context."""
+    max_message_bytes: Size = Field(16 << 20, ge=1 << 16, le=1 << 30)
+    """Largest request message, in bytes."""
+    stream_buffer_bytes: Size = Field(1 << 20, ge=1 << 12, le=1 << 30)
+    """Bytes of answer buffered for a client that reads slowly."""
+    slow_reader_s: Seconds = 30
+    """A client whose buffer stays full for so long loses its stream, in seconds."""
+
+
+class WorkerSettings(Settings):
+    """A worker: `[worker]` in the file. The engine's options stand here under their own names."""
+
+    role: Literal["prefill", "decode", "both"]
+    """What the worker does; the command says it."""
+    listen: Address = Field("127.0.0.1:0", min_length=1)
+    """Address to serve on, host:port; port 0: a free one."""
+    advertise: Address = ""
+    """Address at which other workers reach it; empty: the one it listens on."""
+    dtype: DType = "bfloat16"
+    """dtype of weights, activations and KV."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$")
+    """Where the model runs: `cpu`, `cuda` or `cuda:N`."""
+    page_size: PageSize = 16
+    """Tokens a KV page; equal on all workers."""
+    kv_memory: Size = Field(1 << 30, ge=1 << 20, le=1 << 44)
+    """Size of the KV pool, in bytes."""
+    max_batch: int = Field(64, ge=1, le=4096)
+    """Sequences that run at once."""
+    max_input: int = Field(0, ge=0, le=_TOKENS)
+    """Most prompt tokens of a sequence; 0: the model's context."""
+    max_output: int = Field(0, ge=0, le=_TOKENS)
+    """Most output tokens of a sequence; 0: the model's context."""
+    token_budget: int = Field(512, ge=16, le=1 << 20)
+    """Tokens computed in one step, decoding ones counted in."""
+    decode_prefill_budget: int = Field(128, ge=1, le=1 << 20)
+    """Of these, prompt tokens that a decode worker computes."""
+    reserve: Reserve = "expected"
+    """Pages set aside beyond a sequence's prompt: none (`prompt`), its expected output's, or its longest output's."""
+    watermark: float = Field(0.01, ge=0, le=0.5, allow_inf_nan=False)
+    """Share of the pool that admission keeps free."""
+    prefix_cache: bool = True
+    """Keep the KV of finished prompts for requests that begin alike."""
+    unticketed_share: float = Field(0.5, gt=0, le=1, allow_inf_nan=False)
+    """Most of a prefill worker's pool that prompts may hold before a decode worker reserved pages for them."""
+    threads: int = Field(0, ge=0, le=1024)
+    """Compute threads; 0: torch's choice, or with `up` the cores divided by the workers."""
+    shm_dir: Path = Path("/dev/shm")
+    """Folder of the KV pool's mapped file; workers of one host share it."""
+    ticket_valid_s: Seconds = 60
+    """How long a decode worker waits for a prompt's KV, in seconds."""
+    session_buffer_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 30)
+    """Bytes buffered for a gateway that reads slowly; more ends its session."""
+
+    def engine_options(self) -> EngineOptions:
+        """The engine's share of these settings."""
+        return EngineOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)})
+
+
+class UpSettings(Settings):
+    """The supervisor: `[up]` in the file. Its gateway and workers take theirs from `[gateway]` and `[worker]`."""
+
+    prefill: int = Field(1, ge=0, le=64)
+    """Prefill workers to run."""
+    decode: int = Field(1, ge=0, le=64)
+    """Decode workers to run."""
+    both: int = Field(0, ge=0, le=64)
+    """Workers that do both, to run."""
+    ready_s: Seconds = 600
+    """How long a process may take until it is ready (it may have to load a large model), in seconds."""
