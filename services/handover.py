@@ -8,7 +8,7 @@ from ..engine.batch import LayerHook
 from ..engine.request import Request, SequenceKey, SequenceOutput, StepResult
 
 Post: TypeAlias = Callable[[Callable[[], None]], None]
-"""`Driver.post`: any thread; runs the event on the engine's thread between steps and wakes that thread if it is idle."""
+"""`Driver.post`: any thread; runs the event on the engine's thread between steps, waking it if idle."""
 
 Emit: TypeAlias = Callable[[StepResult], None]
 """Takes outputs and failures to their sessions, exactly like a step's; on the engine's thread."""
@@ -40,7 +40,7 @@ class Handover(Protocol):
         """Called once by `Driver.__init__`, before the thread starts.
 
         `emit` is for what happens outside of a step: KV that arrived (an output that repeats token 0, perhaps with a
-        finish) and KV that is lost (a failure). The engine has already dropped what `emit` reports as finished or failed,
+        finish) and KV that is lost (a failure). The engine has already dropped what is reported as finished or failed,
         and the hand-over has forgotten it; `gone` may follow and does nothing.
         """
         ...
