@@ -1,0 +1,270 @@
+"""The engine thread: the one owner of EngineCore and of the hand-over machine."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..engine.request import Request, SequenceKey, StepResult, Work
+from ..errors import InvalidRequest, TwostrokeError, Unavailable
+from .handover import Handover, PeerAddress
+
+if TYPE_CHECKING:
+    from ..engine.core import EngineCore, Load
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine wakes up no more often than this
+CHECK_S = 5.0  # the idle integrity check runs no more often than this
+JOIN_S = 10.0  # a step that takes longer than this at the end is left behind
+
+
+class Driver:
+    """Runs events and steps, one after another, on a thread of its own; results leave in one call a step.
+
+    The queue of events is not bounded here because its sources are: a session's live sequences, a link's tickets. An
+    event that raises is logged (or answers its `call`) and the thread goes on. A step, a tick or, with `strict`, the
+    idle check that raises has left the engine in an unknown state: the thread ends, `failure` says why, `ended` is set,
+    and the process is expected to exit (its supervisor starts it anew).
+    """
+
+    def __init__(
+        self,
+        core: "EngineCore",
+        handover: Handover,
+        loop: asyncio.AbstractEventLoop,
+        on_result: Callable[[StepResult], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        check_s: float = CHECK_S,
+        strict: bool = False,
+    ) -> None:
+        """`on_result` runs on `loop`. `clock`: monotonic seconds. `strict`: a failed idle check ends the thread."""
+        self.core = core
+        self.handover = handover
+        self.ended = asyncio.Event()  # the loop's
+        self.failure: BaseException | None = None  # final once `ended` is set
+        self.load: Load = core.load()  # a snapshot that any thread may read; one that stands still tells of a hung step
+        self._loop = loop
+        self._on_result = on_result
+        self._clock = clock
+        self._check_s = check_s
+        self._strict = strict
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._calls: set[asyncio.Future[Any]] = set()  # the loop's
+        self._pending = StepResult()  # what events brought about; the engine thread's, like all below
+        self._prefills: set[SequenceKey] = set()  # their pages are needed beyond their last token
+        self._next_tick = 0.0
+        self._next_check = 0.0
+        self._unchecked = False  # something happened since the last idle check
+        handover.attach(self.post, self.emit)
+
+    # Any thread
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Runs `event` on the engine thread between steps, in order of posting; wakes the thread if it is idle."""
+        self._events.put(event)
+
+    def submit(self, request: Request, peer: PeerAddress | None) -> None:
+        """Adds a sequence; one that the engine refuses comes back as a failure in a result."""
+        self.post(lambda: self._submit(request, peer))
+
+    def drop(self, keys: Iterable[SequenceKey]) -> None:
+        """Gives sequences up at once, whatever they are doing; nothing comes back. Unknown ones are ignored."""
+        dropped = tuple(keys)
+        if dropped:
+            self.post(lambda: self._drop(dropped))
+
+    # The loop
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        """Runs `fn` on the engine thread between steps. Raises what it raises; Unavailable once the thread ended."""
+        if self.ended.is_set():
+            raise Unavailable("the engine has stopped")
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def event() -> None:
+            try:
+                value = fn()
+            except BaseException as error:
+                self._on_loop(_fail, future, error)
+            else:
+                self._on_loop(_answer, future, value)
+
+        self.post(event)
+        return await future
+
+    async def stop(self) -> None:
+        """Ends the thread after its current step. Idempotent; a thread that failed or never started is no error."""
+        self._stopping = True
+        if not self._thread.is_alive():
+            return
+        self.post(lambda: None)  # wakes it
+        try:
+            async with asyncio.timeout(JOIN_S):
+                await self.ended.wait()
+        except TimeoutError:
+            log.error("the engine's thread did not end within %g s; it is left behind", JOIN_S)
+            return
+        self._thread.join()
+
+    def _end(self) -> None:
+        self.ended.set()
+        for future in tuple(self._calls):
+            _fail(future, Unavailable("the engine has stopped"))
+
+    # The engine thread
+
+    def emit(self, result: StepResult) -> None:
+        """Takes outputs and failures that no step brought about to the sessions, before those of the next step."""
+        self._pending.outputs.extend(result.outputs)
+        self._pending.failures.extend(result.failures)
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:
+            log.critical("the engine failed: %r", error, exc_info=error)
+            self.failure = error
+        self._on_loop(self._end)
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._next_tick, self._next_check = now + TICK_S, now
+        blocked = True  # until something happens, a step could do nothing
+        while not self._stopping:
+            if self._run_events(wait=blocked):
+                blocked = False
+            now = self._clock()
+            if now >= self._next_tick:
+                self._tick(now)
+                blocked = False
+            self._flush()
+            if self._stopping:
+                return
+            blocked = blocked or not self.core.has_work() or not self._step()
+            if blocked:
+                self.load = self.core.load()
+                self._check_when_idle(now)
+
+    def _run_events(self, *, wait: bool) -> bool:
+        """Runs the events that are there now; with `wait`, blocks for the first one until the next tick is due."""
+        happened = False
+        for _ in range(max(1, self._events.qsize())):  # those that come meanwhile must not keep steps waiting
+            try:
+                if wait and not happened:
+                    event = self._events.get(timeout=max(0.0, self._next_tick - self._clock()))
+                else:
+                    event = self._events.get_nowait()
+            except queue.Empty:
+                break
+            happened = self._unchecked = True
+            try:
+                event()
+            except Exception:
+                log.exception("an event failed on the engine's thread")
+        return happened
+
+    def _step(self) -> bool:
+        """One step. False: it could do nothing, and could not until something happens."""
+        self._unchecked = True
+        result = self.core.step(self.handover.hook)
+        result.outputs.extend(self.handover.stepped(result))
+        for key, _ in result.failures:
+            self._forget(key)
+        for output in result.outputs:
+            if output.finish is not None and output.key not in self._prefills:
+                self.handover.gone(output.key)
+        self.load = self.core.load()
+        self._pending.outputs[:0] = result.outputs
+        self._pending.failures[:0] = result.failures
+        self._flush()
+        return result.progress
+
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + TICK_S
+        expired = self.core.expire(now)
+        for key, _ in expired:
+            self._forget(key)
+        self._pending.failures.extend(expired)
+        self.handover.tick(now)
+
+    def _flush(self) -> None:
+        """One call to the loop for all that is pending, so that no token costs a wake-up of its own."""
+        pending = self._pending
+        if pending.outputs or pending.failures:
+            self._pending = StepResult()
+            self._on_loop(self._on_result, pending)
+
+    def _submit(self, request: Request, peer: PeerAddress | None) -> None:
+        key = request.key
+        try:
+            self.core.add(request)
+        except InvalidRequest as error:
+            self._pending.failures.append((key, error))
+            return
+        except Exception as error:
+            log.exception("the engine could not take a sequence")
+            self._pending.failures.append((key, TwostrokeError(f"the engine could not take it: {error}")))
+            return
+        if request.work is Work.PREFILL:
+            self._prefills.add(key)
+        try:
+            self.handover.submitted(request, peer)
+        except Exception as error:
+            log.exception("the hand-over could not take a sequence")
+            self._drop((key,))
+            self._pending.failures.append((key, TwostrokeError(f"the hand-over could not take it: {error}")))
+
+    def _drop(self, keys: tuple[SequenceKey, ...]) -> None:
+        for key in keys:
+            self.core.cancel(key)
+            self._forget(key)
+
+    def _forget(self, key: SequenceKey) -> None:
+        self._prefills.discard(key)
+        self.handover.gone(key)
+
+    def _check_when_idle(self, now: float) -> None:
+        """Once work is over: is every page free or cached, is no ticket left?"""
+        if not self._unchecked or now < self._next_check:
+            return
+        self._unchecked = False
+        self._next_check = now + self._check_s
+        load = self.load
+        idle = load.running == load.waiting == load.held_pages == 0
+        try:
+            self.core.check_integrity(idle=idle)
+            self.handover.check(idle=idle)
+        except Exception:
+            if self._strict:
+                raise
+            log.exception("the idle engine's books are wrong")
+
+    def _on_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._stopping = True
+
+
+def _answer(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
