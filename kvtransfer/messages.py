@@ -38,10 +38,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """D to P: digests of these ordinals of the page list did not match."""
+    """D to P: digests of these ordinals of the page list did not match in that round."""
 
     ticket: int
     ordinals: tuple[int, ...]
+    round: int = 0  # of the `Complete` that it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class Complete:
 
     ticket: int
     first_tokens: tuple[FirstToken, ...]
-    digests: bytes  # layers x pages little-endian uint64, layer by layer
+    digests: bytes  # layers x pages little-endian uint64, layer by layer; empty when every first token has a finish
+    round: int = 0  # counts the resends before it: a late copy of an older round must not end the hold on the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class Arrived:
 
     key: Key
     first_tokens: tuple[FirstToken, ...]
+    verified: bool = True  # False when every first token has a finish: nothing was checked, nothing may be read or cached
 
 
 @dataclass(frozen=True, slots=True)

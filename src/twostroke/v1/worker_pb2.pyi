@@ -1121,8 +1121,11 @@ class Resend(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     ORDINALS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     """/ The ticket."""
+    round: _builtins.int
+    """/ Round of the `complete` that this answers."""
     @_builtins.property
     def ordinals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """/ Ordinals in the ticket's page list."""
@@ -1132,10 +1135,11 @@ class Resend(_message.Message):
         *,
         ticket: _builtins.int = ...,
         ordinals: _abc.Iterable[_builtins.int] | None = ...,
+        round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinals", b"ordinals", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinals", b"ordinals", "round", b"round", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1284,10 +1288,15 @@ class Complete(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     """/ The ticket."""
     digests: _builtins.bytes
-    """/ Digests of the source pages: layers x pages little-endian 64-bit words, layer by layer."""
+    """/ Digests of the source pages: layers x pages little-endian 64-bit words, layer by layer. Empty when every first token
+    / has a finish: the KV is then neither checked nor used.
+    """
+    round: _builtins.int
+    """/ Counts the resends before it. A late copy of an older round is not taken for the end of the newer one's writes."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
         """/ Token 0 of each sample."""
@@ -1298,10 +1307,11 @@ class Complete(_message.Message):
         ticket: _builtins.int = ...,
         first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
         digests: _builtins.bytes = ...,
+        round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_tokens", b"first_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_tokens", b"first_tokens", "round", b"round", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
