@@ -9,7 +9,10 @@ from typing import TextIO
 class _Format(logging.Formatter):
     """`2026-11-29T18:47:03.123Z INFO decode-0 twostroke.services.worker: text`; exceptions keep their traceback."""
 
-    converter = time.gmtime
+    @staticmethod
+    def converter(seconds: float | None) -> time.struct_time:
+        """Log lines of several machines are read side by side: UTC."""
+        return time.gmtime(seconds)
 
     def __init__(self, name: str) -> None:
         super().__init__(

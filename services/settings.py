@@ -61,9 +61,16 @@ def _digits(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else value
 
 
-Size = Annotated[int, BeforeValidator(parse_bytes)]
-Address = Annotated[str, AfterValidator(_address)]
-Addresses = Annotated[list[Address], BeforeValidator(parse_list), NoDecode]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Takes:
+    """Says in words what a field takes, where its type and bounds do not."""
+
+    text: str
+
+
+Size = Annotated[int, BeforeValidator(parse_bytes), Takes("a size")]
+Address = Annotated[str, AfterValidator(_address), Takes("an address, host:port")]
+Addresses = Annotated[list[Address], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
 PageSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_digits)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -87,7 +94,7 @@ class Settings(BaseSettings):
     """Model to serve: `smollm2-135m` (the embedded default), a local directory, or a hub id."""
     models_dir: Path | None = None
     """Folder for downloaded and converted models; default: `twostroke` in the user's cache folder."""
-    name: str = Field("", max_length=64, pattern=r"^[\w.\-]*$")
+    name: Annotated[str, Takes("up to 64 letters, digits and . _ -")] = Field("", pattern=r"^[\w.\-]{0,64}$")
     """Name for people, in logs and answers; empty: role and process id."""
     drain_s: Seconds = 30
     """After SIGTERM: how long running requests may still take, in seconds."""
@@ -136,7 +143,7 @@ class WorkerSettings(Settings):
     """Address at which other workers reach it; empty: the one it listens on."""
     dtype: DType = "bfloat16"
     """dtype of weights, activations and KV."""
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$")
+    device: Annotated[str, Takes("cpu, cuda or cuda:N")] = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$")
     """Where the model runs: `cpu`, `cuda` or `cuda:N`."""
     page_size: PageSize = 16
     """Tokens a KV page; equal on all workers."""

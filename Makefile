@@ -1,0 +1,61 @@
+# make demo: a real answer from a fresh clone. make test: everything that must hold. make help: the rest.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+QUICK := not slow and not soak and not gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all soak gpu bench-cpu lint protos docs lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "twostroke needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run ## install, fetch the model, start the stack, stream one answer, stop
+	@$(BIN)/python scripts/demo.py
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## lint, then every test that needs neither a GPU nor long
+	$(PYTEST) -m "$(QUICK)"
+
+test-all: lint ## the long ones too
+	$(PYTEST) -m "not soak and not gpu"
+
+soak: $(VENV)/.dev ## hours of load and faults
+	$(PYTEST) -m soak --timeout 14400
+
+gpu: $(VENV)/.dev ## the tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+bench-cpu: $(VENV)/.dev ## against transformers on this machine's cores
+	$(BIN)/python benchmarks/cpu.py
+
+protos: $(VENV)/.dev ## regenerate src/twostroke/v1 from protos/
+	$(BIN)/python scripts/protos.py src
+
+docs: $(VENV)/.dev ## regenerate docs/configuration.md from the settings' schema
+	$(BIN)/python scripts/configuration.py docs/configuration.md
+
+lock: ## renew constraints.txt from pyproject.toml
+	$(PYTHON) scripts/lock.py constraints.txt
+
+clean: ## remove what was built; the model cache stays
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""Command-line options made from the settings' schema, so that a setting is written down once."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import click
+from pydantic.fields import FieldInfo
+
+from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list
+from .settings import Settings, Takes
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_METAVARS = {"a size": "SIZE", "an address, host:port": "HOST:PORT", "addresses, host:port,host:port": "HOST:PORT,..."}
+
+
+def _metavar(field: FieldInfo) -> str:
+    for mark in field.metadata:
+        if isinstance(mark, Takes):
+            return _METAVARS.get(mark.text, "TEXT")
+    kind: Any = field.annotation
+    if choices := [str(choice) for choice in get_args(kind) if isinstance(choice, (str, int))]:
+        return "|".join(choices)
+    if kind in (int, float):
+        return "N" if kind is int else "X"
+    return "PATH" if kind is Path or (get_origin(kind) and Path in get_args(kind)) else "TEXT"
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+    """Values stay text: the schema parses and refuses them, with one kind of message for all sources."""
+    default = default_text(field)
+    text = (field.description or "").replace("`", "") + (f"  [default: {default}]" if default else "")
+    if is_flag(field):
+        return click.option(f"{flag(name)}/{flag('no_' + name)}", name, default=None, help=text)
+    return click.option(flag(name), name, metavar=_metavar(field), multiple=is_list(field), default=None, help=text)
+
+
+def settings_options(*schemas: type[Settings], skip: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Adds `--config` and an option for each field of the schemas, those in `skip` apart.
+
+    Where two schemas share a name, the first one's text stands.
+    """
+    fields: dict[str, FieldInfo] = {}
+    for schema in schemas:
+        own_first = sorted(schema.model_fields.items(), key=lambda item: item[0] in Settings.model_fields)
+        for name, field in own_first:
+            if name not in COMMAND_FIELDS and name not in skip:
+                fields.setdefault(name, field)
+
+    def decorate(command: Command) -> Command:
+        for name, field in reversed(fields.items()):
+            command = _option(name, field)(command)
+        config = click.option(
+            "--config",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="TOML file with settings  [default: $TWOSTROKE_CONFIG]",
+        )
+        return config(command)
+
+    return decorate
+
+
+def given_flags(options: dict[str, Any]) -> dict[str, object]:
+    """The options that were given on the command line, by field name."""
+    return {name: value for name, value in options.items() if value is not None and value != ()}
