@@ -145,7 +145,7 @@ class Arrived:
 
     key: Key
     first_tokens: tuple[FirstToken, ...]
-    verified: bool = True  # False when every first token has a finish: nothing was checked, nothing may be read or cached
+    verified: bool = True  # False when every first token has a finish: the pages are unchecked, never to be cached
 
 
 @dataclass(frozen=True, slots=True)
