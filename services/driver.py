@@ -199,6 +199,7 @@ class Driver:
         for key, _ in expired:
             self._forget(key)
         self._pending.failures.extend(expired)
+        self._unchecked = self._unchecked or bool(expired)
         self.handover.tick(now)
 
     def _flush(self) -> None:
@@ -239,15 +240,14 @@ class Driver:
 
     def _check_when_idle(self, now: float) -> None:
         """Once work is over: is every page free or cached, is no ticket left?"""
-        if not self._unchecked or now < self._next_check:
+        load = self.load
+        if not self._unchecked or now < self._next_check or load.running or load.waiting or load.held_pages:
             return
         self._unchecked = False
         self._next_check = now + self._check_s
-        load = self.load
-        idle = load.running == load.waiting == load.held_pages == 0
         try:
-            self.core.check_integrity(idle=idle)
-            self.handover.check(idle=idle)
+            self.core.check_integrity(idle=True)
+            self.handover.check(idle=True)
         except Exception:
             if self._strict:
                 raise
