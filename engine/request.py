@@ -104,7 +104,8 @@ class StepResult:
     outputs: list[SequenceOutput] = field(default_factory=list)
     reserved: list[Reservation] = field(default_factory=list)
     failures: list[tuple[SequenceKey, Exception]] = field(default_factory=list)  # dropped by the engine, pages returned
-    progress: bool = False  # something ran, was reserved or failed: another step may find work at once
+    progress: bool = False  # something ran, was reserved, failed or gave way: another step may find work at once
+    preempted: list[SequenceKey] = field(default_factory=list)  # lost their pages: what a hook was told is void
 
 
 class ChunkProgress(NamedTuple):

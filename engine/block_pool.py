@@ -1,0 +1,145 @@
+"""Who owns which page of the KV pool. Knows ids only; the memory is the model runner's."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from ..errors import ConfigError, TwostrokeError
+from .prefix_cache import PrefixCache
+
+SINK = 0  # padding rows write here; never allocated
+
+
+class BlockPool:
+    """Reference-counted pages.
+
+    A page is in one state: free; owned (by sequences, or held by tickets: each is a reference); or cached (no
+    reference, but found by its content until it is needed for something else: evicted least recently used first). A
+    ticket's reference outlives the sequence that it was for: a page that only tickets own is quarantined, because a
+    writer elsewhere may still write into it. The pool never breaks its own rules: a call that would raises
+    TwostrokeError.
+    """
+
+    def __init__(self, pages: int) -> None:
+        """`pages`: of the whole pool, the sink (page 0) counted in."""
+        if pages < 2:
+            raise ConfigError(f"a pool of {pages} pages has none to use", field="kv_memory")
+        self.pages = pages
+        self.prefix = PrefixCache()
+        self._references = [0] * pages
+        self._free = list(range(pages - 1, SINK, -1))  # a stack
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._holds: dict[Hashable, tuple[int, ...]] = {}
+        self._held: dict[int, int] = {}  # page: how many holds
+
+    @property
+    def usable(self) -> int:
+        """Pages that can be allocated at all."""
+        return self.pages - 1
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that `allocate` could give out now: free and cached ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def cached(self) -> int:
+        """Pages that nobody owns but that can be found by their content."""
+        return len(self._evictable)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages under at least one ticket, quarantined ones counted in."""
+        return len(self._held)
+
+    @property
+    def quarantined(self) -> int:
+        """Held pages without another owner."""
+        return sum(self._references[page] == holds for page, holds in self._held.items())
+
+    def references(self, page: int) -> int:
+        """Owners of `page`."""
+        return self._references[page]
+
+    def is_evictable(self, page: int) -> bool:
+        """Whether `page` is cached and unowned."""
+        return page in self._evictable
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages with undefined content, one reference each; evicts cached pages where it must."""
+        if count > self.free_pages:
+            raise TwostrokeError(f"{count} pages wanted, {self.free_pages} free")
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._evictable.popitem(last=False)
+            self.prefix.forget(page)
+        self._references[page] = 1
+        return page
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more reference to each of `pages`, which are owned or cached."""
+        for page in pages:
+            if self._references[page] == 0:
+                if page not in self._evictable:
+                    raise TwostrokeError(f"page {page} is free: it cannot be shared")
+                del self._evictable[page]
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives one reference to each of `pages` back: the only way on which pages become free.
+
+        The last pages of a chain are released first, so that they are evicted before those that they depend on.
+        """
+        for page in reversed(pages):
+            if self._references[page] == 0:
+                raise TwostrokeError(f"page {page} is released but nobody owns it")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._retire(page)
+
+    def _retire(self, page: int) -> None:
+        if self.prefix.digest_of(page) is None:
+            self._free.append(page)
+        else:
+            self._evictable[page] = None
+
+    def register(self, page: int, digest: bytes) -> bool:
+        """`page`, which is owned, is written for certain. False: that content is known in another page."""
+        if self._references[page] == 0:
+            raise TwostrokeError(f"page {page} is registered but nobody owns it")
+        return self.prefix.add(page, digest)
+
+    def hold(self, name: Hashable, pages: Sequence[int]) -> None:
+        """A ticket's references to `pages`, which must be owned; they stay until `unhold`, whoever else lets go."""
+        if name in self._holds:
+            raise TwostrokeError(f"hold {name!r} exists already")
+        for page in pages:
+            if self._references[page] == 0:
+                raise TwostrokeError(f"page {page} is held but nobody owns it")
+        for page in pages:
+            self._references[page] += 1
+            self._held[page] = self._held.get(page, 0) + 1
+        self._holds[name] = tuple(pages)
+
+    def unhold(self, name: Hashable) -> bool:
+        """Nobody can write under this ticket any more. False when there is no such hold."""
+        pages = self._holds.pop(name, None)
+        if pages is None:
+            return False
+        for page in pages:
+            self._held[page] -= 1
+            if self._held[page] == 0:
+                del self._held[page]
+        self.release(pages)
+        return True
+
+    def holds(self) -> dict[Hashable, tuple[int, ...]]:
+        """A copy of all holds, for checks."""
+        return dict(self._holds)
+
+    def idle_pages(self) -> tuple[list[int], list[int]]:
+        """Copies of the free stack and of the cached pages, the next to be evicted first; for checks."""
+        return list(self._free), list(self._evictable)

@@ -1,0 +1,245 @@
+"""The engine's control: takes requests, decides steps, has them run, and hands out tokens."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
+from .batch import LayerHook, Row
+from .block_pool import BlockPool
+from .config import EngineOptions
+from .integrity import check_integrity
+from .load import Load
+from .prefix_cache import root_digest
+from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, Work
+from .roster import Roster
+from .scheduler import Schedule, Scheduler
+from .sequence import Sequence, State
+from .validate import check_request, token_limit
+
+__all__ = ["EngineCore", "Load", "Runner"]
+
+
+class Runner(Protocol):
+    """Computes steps (the model, or a stand-in in tests)."""
+
+    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
+        """Writes the rows' KV and returns one token for each row with `sample`, in row order.
+
+        Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
+        only during the call.
+        """
+        ...
+
+
+class EngineCore:
+    """One worker's sequences. One thread owns it; no method blocks except `step`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        options: EngineOptions,
+        *,
+        pages: int,
+        context_length: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        cache_root: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pages`: of the pool, page 0 counted in. `cache_root`: fingerprint of model and KV format."""
+        self.pool = BlockPool(pages)
+        self._runner = runner
+        self._options = options
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._cache_root = cache_root
+        self._clock = clock
+        self._roster = Roster(self.pool, page_size=options.page_size, caching=options.prefix_cache)
+        self._scheduler = Scheduler(self._roster, options)
+        self._added = 0
+        self._steps = 0
+        self._next_deadline = float("inf")  # none is earlier
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequest, with the field, if it is malformed or can never fit."""
+        if request.key in self._roster.live:
+            raise InvalidRequest(f"{request.key} is running already", field="key")
+        context = self._context_length
+        check_request(
+            request,
+            self._options,
+            context_length=context,
+            vocab_size=self._vocab_size,
+            usable_pages=self.pool.usable,
+        )
+        tokens = [*request.prompt_ids, *request.output_ids]
+        self._added += 1
+        sequence = Sequence(
+            request=request,
+            arrival=request.arrival or self._clock(),
+            order=self._added,
+            limit=token_limit(request, context),
+            root=root_digest(self._cache_root, request.cache_salt),
+            tokens=tokens,
+            base=len(tokens),
+        )
+        self._roster.add(sequence)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def cancel(self, key: SequenceKey) -> bool:
+        """Drops a sequence in any state; what it owns is free at once (what a ticket holds, after `unhold`)."""
+        sequence = self._roster.live.get(key)
+        if sequence is None:
+            return False
+        self._roster.drop(sequence)
+        return True
+
+    def expire(self, now: float) -> list[tuple[SequenceKey, Exception]]:
+        """Drops the sequences whose deadline is not after `now`, whatever their state."""
+        if now < self._next_deadline:
+            return []
+        timed = [(s.request.deadline, s) for s in self._roster.live.values() if s.request.deadline is not None]
+        late = [sequence for deadline, sequence in timed if deadline <= now]
+        self._next_deadline = min((deadline for deadline, _ in timed if deadline > now), default=float("inf"))
+        for sequence in late:
+            self._roster.drop(sequence)
+        return [(sequence.key, DeadlineExceeded("the deadline passed")) for sequence in late]
+
+    def ticketed(self, key: SequenceKey) -> None:
+        """PREFILL: its ticket came. It may start, and its pages cannot be taken from it any more."""
+        sequence = self._roster.live.get(key)
+        if sequence is not None and sequence.prefill_only:
+            self._roster.ticketed(sequence)
+
+    def release(self, key: SequenceKey) -> None:
+        """PREFILL: nobody will fetch its pages (any more). Before token 0 was handed out, it ends with that."""
+        sequence = self._roster.live.get(key)
+        if sequence is None or not sequence.prefill_only:
+            return
+        sequence.released = True
+        if sequence.reported:
+            self._roster.drop(sequence)
+
+    def kv_arrived(self, key: SequenceKey, first: Token, finish: FinishReason | None) -> SequenceOutput | None:
+        """DECODE: its KV is whole and verified. It joins the batch, or ends if token 0 was the last.
+
+        Returns the output that repeats token 0; None if the sequence is not waiting for KV (any more). Raises
+        InvalidRequest, and changes nothing, for a token that the model does not have.
+        """
+        sequence = self._roster.awaiting.get(key)
+        if sequence is None:
+            return None
+        if not 0 <= first.token_id < self._vocab_size:
+            raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
+        self._roster.arrive(sequence)
+        if sequence.began is not None:
+            sequence.timings.transfer = self._clock() - sequence.began
+        return self._append(sequence, first, finish)
+
+    def has_work(self) -> bool:
+        """Whether a step might do something: False only if nothing can, until something changes from outside.
+
+        True does not promise it: a step without `progress` is not worth repeating before the next outside change
+        (any other method of this class, or of `pool`).
+        """
+        return bool(self._roster.running) or len(self._roster.waiting) > 0
+
+    def step(self, hook: LayerHook | None = None) -> StepResult:
+        """Decides and runs one step. `hook` is called only in steps with PREFILL rows.
+
+        If the runner raises, every sequence of the step fails with its exception, their pages are given back (their new
+        content was never findable), and the engine goes on with the others.
+        """
+        self._steps += 1
+        plan = self._scheduler.schedule(self._clock())
+        result = StepResult(reserved=plan.reserved, preempted=plan.preempted)
+        if plan.rows:
+            try:
+                tokens = self._run(plan, hook)
+            except Exception as error:
+                self._fail(plan, error, result)
+            else:
+                self._advance(plan, tokens, result)
+        result.progress = bool(plan.rows or plan.reserved or plan.preempted)
+        return result
+
+    def _run(self, plan: Schedule, hook: LayerHook | None) -> list[Token]:
+        wants_hook = any(row.progress is not None for row in plan.rows)
+        tokens = self._runner.run(plan.rows, hook if wants_hook else None)
+        wanted = sum(row.sample for row in plan.rows)
+        if len(tokens) != wanted:
+            raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
+        return tokens
+
+    def _fail(self, plan: Schedule, error: Exception, result: StepResult) -> None:
+        for sequence in plan.sequences:
+            self._roster.drop(sequence)
+            result.failures.append((sequence.key, error))
+
+    def _advance(self, plan: Schedule, tokens: list[Token], result: StepResult) -> None:
+        """Takes the step's KV for written and its tokens for the sequences' next ones."""
+        drawn = iter(tokens)
+        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            sequence.computed += len(row.token_ids)
+            self._roster.publish(sequence)
+            if row.sample:
+                result.outputs.append(self._append(sequence, next(drawn), None))
+            if sequence.prefill_only and sequence.remaining == 0:
+                self._end_prefill(sequence)
+
+    def _end_prefill(self, sequence: Sequence) -> None:
+        if sequence.released:
+            self._roster.drop(sequence)
+        else:
+            self._roster.park(sequence)
+
+    def _append(self, sequence: Sequence, token: Token, finish: FinishReason | None) -> SequenceOutput:
+        """Adds a new token; drops the sequence if that was its last (a PREFILL one stays until `release`)."""
+        index = sequence.next_index()
+        finish = finish or self._finish(sequence, token.token_id)
+        first = len(sequence.tokens) == sequence.base
+        if first and sequence.request.work is not Work.DECODE and sequence.began is not None:
+            sequence.timings.prefill = self._clock() - sequence.began
+        timings = replace(sequence.timings) if first or finish else None
+        if sequence.prefill_only:
+            sequence.reported = True
+        else:
+            sequence.tokens.append(token.token_id)
+            if finish:
+                self._scheduler.admission.output_length.observe(index + 1)
+                self._roster.drop(sequence)
+        return SequenceOutput(sequence.key, index, [token], finish, timings)
+
+    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
+
+    def load(self) -> Load:
+        """How busy this engine is."""
+        roster = self._roster
+        waiting = roster.waiting.all()
+        computing = [s for s in (*waiting, *roster.running.values()) if not s.remote and not s.decoding]
+        return Load(
+            free_pages=self.pool.free_pages,
+            pages=self.pool.usable,
+            held_pages=self.pool.held_pages,
+            running=roster.in_batch(),
+            waiting=len(waiting),
+            waiting_tokens=sum(sequence.remaining for sequence in computing),
+            steps=self._steps,
+        )
+
+    def state_of(self, key: SequenceKey) -> State | None:
+        """Where a sequence stands; None when it is unknown."""
+        sequence = self._roster.live.get(key)
+        return None if sequence is None else sequence.state
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raises IntegrityError, naming every violation, unless all records agree. `idle`: nothing may be left."""
+        check_integrity(self._roster, idle=idle)

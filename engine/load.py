@@ -1,0 +1,16 @@
+"""What an engine says about how busy it is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A moment's figures."""
+
+    free_pages: int  # free or evictable
+    pages: int  # usable: without the sink
+    held_pages: int  # under a ticket, quarantined ones counted in
+    running: int  # in the batch, those that await KV counted in
+    waiting: int
+    waiting_tokens: int  # prompt tokens still to be computed here, waiting and running sequences'
+    steps: int  # since the start

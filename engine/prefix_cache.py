@@ -1,0 +1,102 @@
+"""Finding pages by their content: a chain of hashes, and which pages are on their way into it."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from ..errors import TwostrokeError
+from .request import SequenceKey
+
+DIGEST_BYTES = 16
+
+
+def root_digest(cache_root: bytes, salt: bytes) -> bytes:
+    """The start of a chain: `cache_root` names the model and the KV format, `salt` a tenant (empty: shared by all)."""
+    length = len(cache_root).to_bytes(8, "little")
+    return blake2b(length + cache_root + salt, digest_size=DIGEST_BYTES).digest()
+
+
+def extend_chain(chain: list[bytes], root: bytes, tokens: list[int], page_size: int) -> None:
+    """Appends the digests of all full pages of `tokens` that `chain` lacks.
+
+    A digest covers its page's tokens and, by its parent, all before them: equal digests mean equal KV.
+    """
+    for page in range(len(chain), len(tokens) // page_size):
+        parent = chain[-1] if chain else root
+        content = array("I", tokens[page * page_size : (page + 1) * page_size]).tobytes()
+        chain.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+
+
+class PrefixCache:
+    """The map between digests and pages. Who owns the pages is the block pool's business."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def match(self, chain: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known beginning of `chain`."""
+        found: list[int] = []
+        for digest in chain:
+            page = self._pages.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def add(self, page: int, digest: bytes) -> bool:
+        """Makes `page` findable; False, and no change, when another page of that content is known already."""
+        if self._digests.get(page, digest) != digest:
+            raise TwostrokeError(f"page {page} is registered with other content")
+        if self._pages.setdefault(digest, page) != page:
+            return False
+        self._digests[page] = digest
+        return True
+
+    def digest_of(self, page: int) -> bytes | None:
+        """The digest that `page` is found by, if any."""
+        return self._digests.get(page)
+
+    def forget(self, page: int) -> None:
+        """`page` gets other content: it is not to be found any more."""
+        del self._pages[self._digests.pop(page)]
+
+    def entries(self) -> dict[bytes, int]:
+        """A copy of the map, for checks."""
+        return dict(self._pages)
+
+
+class PendingPages:
+    """Digests that a live sequence will fill soon. Sequences that want the same content wait for it.
+
+    `group` keeps apart who may wait for whom: None for pages computed here, else the incarnation of the worker that
+    writes them. The first to announce a digest owns the entry; a second one announces nothing, so that an entry's owner
+    is always known and O(1) to look up.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[int | None, bytes], SequenceKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def announce(self, group: int | None, digests: Sequence[bytes], owner: SequenceKey) -> None:
+        """`owner` is going to fill these."""
+        for digest in digests:
+            self._owners.setdefault((group, digest), owner)
+
+    def withdraw(self, group: int | None, digests: Sequence[bytes], owner: SequenceKey) -> None:
+        """`owner` has filled these, or never will. Entries of others stay."""
+        for digest in digests:
+            if self._owners.get((group, digest)) == owner:
+                del self._owners[group, digest]
+
+    def __contains__(self, entry: tuple[int | None, bytes]) -> bool:
+        return entry in self._owners
+
+    def entries(self) -> dict[tuple[int | None, bytes], SequenceKey]:
+        """A copy of the table, for checks."""
+        return dict(self._owners)

@@ -1,0 +1,112 @@
+"""What the next step runs: who keeps a place, who gets one, and how the token budget is shared."""
+
+from dataclasses import dataclass, field
+
+from .admission import Admission
+from .batch import Row
+from .config import EngineOptions
+from .request import ChunkProgress, Reservation, SequenceKey
+from .roster import Roster
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step's decisions; `sequences[i]` is the one that `rows[i]` belongs to."""
+
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    reserved: list[Reservation] = field(default_factory=list)
+    preempted: list[SequenceKey] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decode rows first, then prompt chunks with what is left of the budget.
+
+    Nobody starves: a growing sequence takes pages only from younger ones, so the oldest always goes on; and the oldest
+    prompt in the batch always gets at least half of the chunk budget B, so that its last R tokens are run within
+    ceil(R / ceil(B / 2)) steps, however many short ones come by.
+    """
+
+    def __init__(self, roster: Roster, options: EngineOptions) -> None:
+        self._roster = roster
+        self._token_budget = options.token_budget
+        self._decode_prefill_budget = options.decode_prefill_budget
+        self.admission = Admission(roster, options)
+
+    def schedule(self, now: float) -> Schedule:
+        """Decides one step; pages are moved, nothing is computed."""
+        plan = Schedule()
+        self._grow()
+        plan.reserved = self.admission.admit(now)
+        decoding = [sequence for sequence in self._roster.running.values() if sequence.decoding]
+        for sequence in decoding:
+            self._append_row(plan, sequence, 1, now)
+        prompts = [sequence for sequence in self._roster.running.values() if not sequence.decoding]
+        for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
+            self._append_row(plan, sequence, tokens, now)
+        plan.preempted = self._roster.requeue()
+        return plan
+
+    def _grow(self) -> None:
+        """Gives each decoding sequence the page for its next token, the oldest first."""
+        size = self._roster.page_size
+        short = [s for s in self._roster.running.values() if s.decoding and s.computed >= len(s.pages) * size]
+        for sequence in sorted(short, key=lambda sequence: sequence.age):
+            if sequence.key in self._roster.running and self._find_page(sequence):
+                self._roster.grow(sequence)
+
+    def _find_page(self, sequence: Sequence) -> bool:
+        """Makes one page free; False when `sequence` itself was the youngest and had to go."""
+        while self._roster.pool.free_pages == 0:
+            victim = self._youngest()
+            self._roster.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _youngest(self) -> Sequence:
+        """The youngest that may be preempted. Ticketed pages and such as are still being written are never taken."""
+        roster = self._roster
+        candidates = [s for s in roster.running.values() if s.unticketed or not s.prefill_only]
+        candidates += [s for s in roster.held.values() if s.unticketed]
+        return max(candidates, key=lambda sequence: sequence.age)
+
+    def _chunk_budget(self, decoding: int) -> int:
+        left = self._token_budget - decoding
+        if self._roster.serves_others():
+            left = min(left, self._decode_prefill_budget)
+        return max(left, 1)
+
+    def _append_row(self, plan: Schedule, sequence: Sequence, tokens: int, now: float) -> None:
+        if sequence.began is None:
+            sequence.began = now
+            sequence.timings.queue = now - sequence.arrival
+        start, end = sequence.computed, sequence.computed + tokens
+        progress = None
+        if sequence.prefill_only:
+            progress = ChunkProgress(sequence.key, sequence.pages, end, sequence.base)
+        sample = end == len(sequence.tokens) and not sequence.reported
+        row = Row(
+            sequence.key, sequence.tokens[start:end], start, sequence.pages, sequence.request.params, sample, progress
+        )
+        plan.rows.append(row)
+        plan.sequences.append(sequence)
+
+
+def share_budget(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """How many tokens of which prompt to run: half to the oldest, the rest by shortest remaining time first.
+
+    So a short prompt is done in a step or two beside one of any length. Returns sequences with at least one token.
+    """
+    if not prompts:
+        return []
+    oldest = min(prompts, key=lambda sequence: sequence.age)
+    shares = {oldest.key: min(oldest.remaining, (budget + 1) // 2)}
+    left = budget - shares[oldest.key]
+    for sequence in sorted(prompts, key=lambda sequence: (sequence.remaining, sequence.age)):
+        taken = shares.get(sequence.key, 0)
+        more = min(sequence.remaining - taken, left)
+        shares[sequence.key] = taken + more
+        left -= more
+    return [(sequence, shares[sequence.key]) for sequence in prompts if shares[sequence.key] > 0]

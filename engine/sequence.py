@@ -1,0 +1,86 @@
+"""A sequence in the engine: the request, what has become of it so far, and what it owns."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .request import Request, SequenceKey, SequenceTimings, Work
+
+
+class State(Enum):
+    """Where a sequence stands; it owns pages in all states but WAITING."""
+
+    WAITING = "waiting"  # for pages, a place in the batch, its ticket, or another sequence's pages
+    AWAITING = "awaiting"  # DECODE: its pages are reserved, the KV is on its way
+    RUNNING = "running"  # in the batch
+    HELD = "held"  # PREFILL: computed; its pages wait to be fetched
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler's record of a request. Positions and lengths in tokens."""
+
+    request: Request
+    arrival: float  # time.monotonic(), first arrival
+    order: int  # counts additions; breaks ties of arrival
+    limit: int  # most tokens, prompt and output together
+    root: bytes  # of the hash chain
+    tokens: list[int]  # prompt, replayed output, new output (a PREFILL sequence's token 0 left out)
+    base: int  # length of prompt and replayed output
+    state: State = State.WAITING
+    pages: list[int] = field(default_factory=list)  # block table; replaced, never edited, while PREFILL
+    computed: int = 0  # positions below are written in the pool
+    chain: list[bytes] = field(default_factory=list)  # digests of full pages of `tokens`
+    registered: int = 0  # leading pages that are in the prefix cache, or whose content is
+    announced: int = 0  # leading pages that are registered or pending
+    blocked_on: bytes | None = None  # WAITING: digest that another sequence is filling
+    rank: int = 0  # WAITING: which queue it is in
+    ticketed: bool = False
+    preempted: bool = False  # lost its pages at least once: a DECODE sequence now computes its KV itself
+    reported: bool = False  # PREFILL: token 0 was handed out
+    released: bool = False  # PREFILL: nobody will fetch its pages
+    began: float | None = None  # first chunk, or reservation
+    timings: SequenceTimings = field(default_factory=SequenceTimings)
+
+    @property
+    def key(self) -> SequenceKey:
+        """Its name."""
+        return self.request.key
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Sorts the oldest first."""
+        return self.arrival, self.order
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """All but its newest token is written."""
+        return len(self.tokens) > self.base and self.remaining == 1
+
+    @property
+    def prefill_only(self) -> bool:
+        """Its KV is for another worker."""
+        return self.request.work is Work.PREFILL
+
+    @property
+    def unticketed(self) -> bool:
+        """PREFILL without a ticket: the first to give pages back."""
+        return self.request.work is Work.PREFILL and not self.ticketed
+
+    @property
+    def remote(self) -> bool:
+        """DECODE whose prompt's KV comes, or came, from a writer."""
+        return self.request.work is Work.DECODE and not self.preempted
+
+    @property
+    def group(self) -> int | None:
+        """Whose pages it may wait for (see `PendingPages`)."""
+        return self.request.writer if self.remote else None
+
+    def next_index(self) -> int:
+        """Output index of the next new token."""
+        return len(self.tokens) - len(self.request.prompt_ids)

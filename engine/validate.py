@@ -1,0 +1,72 @@
+"""What a request must satisfy before the engine takes it."""
+
+from math import isfinite
+
+from ..errors import InvalidRequest
+from .config import EngineOptions
+from .request import Request, SamplingParams, Work
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
+
+
+def check_request(
+    request: Request, options: EngineOptions, *, context_length: int, vocab_size: int, usable_pages: int
+) -> None:
+    """Raises InvalidRequest, with the field, for one that is malformed or can never fit into `usable_pages`."""
+    check_params(request.params, vocab_size)
+    _check_tokens(request, options, context_length, vocab_size)
+    limit = token_limit(request, context_length)
+    known = len(request.prompt_ids) + len(request.output_ids)
+    positions = known if request.work is Work.PREFILL else max(known, limit - 1)
+    needed, known_pages = (-(-count // options.page_size) for count in (positions, known))
+    if needed > usable_pages:
+        field = "prompt_ids" if known_pages > usable_pages else "max_tokens"
+        raise InvalidRequest(f"needs {needed} KV pages, this engine has {usable_pages}", field=field)
+
+
+def token_limit(request: Request, context_length: int) -> int:
+    """The most tokens, prompt and output together, that the sequence may have."""
+    return min(len(request.prompt_ids) + request.params.max_tokens, context_length)
+
+
+def _check_tokens(request: Request, options: EngineOptions, context_length: int, vocab_size: int) -> None:
+    prompt, output, params = request.prompt_ids, request.output_ids, request.params
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", field="prompt_ids")
+    if options.max_input and len(prompt) > options.max_input:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, at most {options.max_input} are taken", field="prompt_ids"
+        )
+    if len(prompt) + len(output) >= context_length:
+        have = len(prompt) + len(output)
+        raise InvalidRequest(f"{have} tokens leave no room in the context of {context_length}", field="prompt_ids")
+    if options.max_output and params.max_tokens > options.max_output:
+        raise InvalidRequest(
+            f"max_tokens is {params.max_tokens}, at most {options.max_output} are made", field="max_tokens"
+        )
+    if len(output) >= params.max_tokens:
+        raise InvalidRequest(f"{len(output)} output tokens of {params.max_tokens} exist already", field="output_ids")
+    for field, ids in (("prompt_ids", prompt), ("output_ids", output)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequest(f"token ids must be in 0 .. {vocab_size - 1}", field=field)
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest, with the field, for parameters out of range."""
+    if not (isfinite(params.temperature) and params.temperature >= 0):
+        raise InvalidRequest(f"temperature must be a finite number >= 0, not {params.temperature}", field="temperature")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequest(f"top_p must be in (0, 1], not {params.top_p}", field="top_p")
+    if params.top_k < 0:
+        raise InvalidRequest(f"top_k must be >= 0, not {params.top_k}", field="top_k")
+    if not 0 <= params.seed < 1 << 64:
+        raise InvalidRequest("seed must be an unsigned 64-bit number", field="seed")
+    if params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be >= 1, not {params.max_tokens}", field="max_tokens")
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs must be in 0 .. {MAX_LOGPROBS}, not {params.logprobs}", field="logprobs")
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are taken", field="stop_token_ids")
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        raise InvalidRequest(f"stop token ids must be in 0 .. {vocab_size - 1}", field="stop_token_ids")

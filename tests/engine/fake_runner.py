@@ -1,0 +1,83 @@
+"""A runner without a model that really uses the pages: a page mix-up of any kind changes its tokens."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from twostroke.engine.batch import LayerHook, Row
+from twostroke.engine.request import SequenceKey, Token
+
+NEVER_WRITTEN = -1
+
+
+def next_token(context: Sequence[int], vocab_size: int) -> int:
+    """The "model": a hash of all tokens so far."""
+    content = b"".join(token.to_bytes(8, "little", signed=True) for token in context)
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") % vocab_size
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, vocab_size: int, *, stop: frozenset[int] = frozenset(), context: int = 1 << 30
+) -> list[int]:
+    """What a sequence must answer: `count` tokens, fewer if one of `stop` comes or the context is full."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + count, context):
+        tokens.append(next_token(tokens, vocab_size))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Stores token ids in place of KV: memory[page][slot]."""
+
+    def __init__(self, pages: int, page_size: int, vocab_size: int, layers: int = 2) -> None:
+        self.memory = [[NEVER_WRITTEN] * page_size for _ in range(pages)]
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.layers = layers
+        self.steps: list[list[tuple[SequenceKey, int, int]]] = []  # of each step: key, start, tokens
+        self.fail_with: Exception | None = None
+
+    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+        self.steps.append([(row.key, row.start, len(row.token_ids)) for row in rows])
+        slots = [(page, slot) for row in rows for page, slot in self._write(row)]
+        assert len(set(slots)) == len(slots), "two rows write one slot"
+        assert len({row.key for row in rows}) == len(rows), "two rows of one sequence"
+        progress = [row.progress for row in rows if row.progress is not None]
+        assert (hook is None) or progress, "a hook without PREFILL rows"
+        for layer in range(self.layers if hook else 0):
+            assert hook is not None
+            hook(layer, progress)
+        return [
+            Token(next_token(self.read(row.pages, row.start + len(row.token_ids)), self.vocab_size))
+            for row in rows
+            if row.sample
+        ]
+
+    def _write(self, row: Row) -> list[tuple[int, int]]:
+        assert row.token_ids, "an empty row"
+        assert row.start + len(row.token_ids) <= len(row.pages) * self.page_size, "the block table is too short"
+        written = []
+        for position, token in enumerate(row.token_ids, row.start):
+            page, slot = row.pages[position // self.page_size], position % self.page_size
+            assert page != 0, "the sink in a block table"
+            self.memory[page][slot] = token
+            written.append((page, slot))
+        return written
+
+    def read(self, pages: Sequence[int], length: int) -> list[int]:
+        """The first `length` tokens of a block table."""
+        return [self.memory[pages[at // self.page_size]][at % self.page_size] for at in range(length)]
+
+    def fill(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """What a writer elsewhere does: `tokens` from pages[0]'s first slot on."""
+        for at, token in enumerate(tokens):
+            self.memory[pages[at // self.page_size]][at % self.page_size] = token
+
+    @property
+    def tokens_run(self) -> int:
+        """Tokens computed in all steps."""
+        return sum(tokens for step in self.steps for _, _, tokens in step)
