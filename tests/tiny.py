@@ -49,7 +49,7 @@ def make_tiny_llama(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Path:
-    """Writes the checkpoint into `directory` (made if missing) and returns it. The weights depend on the arguments only.
+    """Writes the checkpoint into `directory` (made if missing) and returns it. The arguments fix the weights.
 
     Scaled so that the logits' spread is about 4: greedy choices are clear, sampled ones vary.
     """

@@ -6,6 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from twostroke.engine.models import EMBEDDED, resolve
+
 
 def _load_tiny() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tiny", Path(__file__).parent.parent / "tiny.py")
@@ -32,6 +34,4 @@ def tiny_llama_dir(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The embedded model's directory; the first run downloads and converts it into the user's cache."""
-    from twostroke.engine.models import EMBEDDED, resolve
-
     return resolve(EMBEDDED)
