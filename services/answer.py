@@ -1,0 +1,108 @@
+"""Makes the answer of a request from its tokens: text, stop strings, counts and times."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..engine.request import FinishReason, Token
+from .generation import Finish, Piece, Timings
+from .served_model import TextStream
+from .stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the workers said of a request: seconds, and who they are."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+class Answer:
+    """Fed with merged tokens in order; says when a stop string ends the output before the workers do."""
+
+    def __init__(
+        self,
+        text: TextStream,
+        stop_strings: Sequence[str],
+        *,
+        prompt_tokens: int,
+        seed: int,
+        logprobs: bool,
+        arrival: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`arrival`: of the request, by `clock`."""
+        self._text = text
+        self._stops = StopStrings(stop_strings)
+        self._prompt_tokens = prompt_tokens
+        self._seed = seed
+        self._logprobs = logprobs
+        self._arrival = arrival
+        self._clock = clock
+        self._count = 0
+        self._times = Timings()
+        self._first = 0.0  # when token 0 was handed over
+
+    def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: WorkerReport) -> Piece:
+        """The next piece; `finish`: the workers end with the last of `tokens`. The last piece has its own `finish`."""
+        first_index = self._count
+        text, taken, stop_string = self._read(tokens, finish)
+        if stop_string is not None:
+            finish = FinishReason.STOP
+        self._count += taken
+        self._stamp(first_index)
+        tokens = tokens[:taken]
+        return Piece(
+            first_index=first_index,
+            token_ids=[token.token_id for token in tokens],
+            text=text,
+            logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
+            finish=self._finish(finish, stop_string or "", report) if finish is not None else None,
+        )
+
+    def _read(self, tokens: Sequence[Token], finish: FinishReason | None) -> tuple[str, int, str | None]:
+        """(text, tokens taken, stop string that matched)."""
+        # The token that ended the output by itself (end of text, a stop token) is reported, but it is not text.
+        silent = len(tokens) - 1 if finish is FinishReason.STOP else len(tokens)
+        parts: list[str] = []
+        for index, token in enumerate(tokens[:silent]):
+            text, matched = self._stops.push(self._text.push(token.token_id))
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), index + 1, matched
+        if finish is not None:
+            text, matched = self._stops.push(self._text.flush())
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), len(tokens), matched
+            parts.append(self._stops.flush())
+        return "".join(parts), len(tokens), None
+
+    def _stamp(self, first_index: int) -> None:
+        """Times by the gateway's clock, each piece as it is handed over."""
+        now = self._clock()
+        if first_index == 0 and self._count > 0:
+            self._first = now
+            self._times = replace(self._times, first_token=now - self._arrival)
+        if first_index <= 1 < self._count:
+            self._times = replace(self._times, gap01=now - self._first)
+        if self._count > first_index and self._count > 0:
+            self._times = replace(self._times, decode=now - self._first, total=now - self._arrival)
+
+    def _finish(self, reason: FinishReason, stop_string: str, report: WorkerReport) -> Finish:
+        return Finish(
+            reason=reason,
+            stop_string=stop_string,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=report.cached_tokens,
+            output_tokens=self._count,
+            timings=replace(self._times, queue=report.queue, prefill=report.prefill, transfer=report.transfer),
+            seed=self._seed,
+            prefill_worker=report.prefill_worker,
+            decode_worker=report.decode_worker,
+        )
