@@ -6,19 +6,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from ..engine.core import EngineCore, Load
 from ..engine.request import Request, SequenceKey, StepResult, Work
 from ..errors import InvalidRequest, TwostrokeError, Unavailable
 from .handover import Handover, PeerAddress
-
-if TYPE_CHECKING:
-    from ..engine.core import EngineCore, Load
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine wakes up no more often than this
+LOAD_S = 0.1  # the load is counted no more often than this while steps run
 CHECK_S = 5.0  # the idle integrity check runs no more often than this
 JOIN_S = 10.0  # a step that takes longer than this at the end is left behind
 
@@ -34,23 +33,29 @@ class Driver:
 
     def __init__(
         self,
-        core: "EngineCore",
+        core: EngineCore,
         handover: Handover,
         loop: asyncio.AbstractEventLoop,
         on_result: Callable[[StepResult], None],
         *,
+        on_released: Callable[[list[SequenceKey]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         check_s: float = CHECK_S,
         strict: bool = False,
     ) -> None:
-        """`on_result` runs on `loop`. `clock`: monotonic seconds. `strict`: a failed idle check ends the thread."""
+        """`on_result` and `on_released` run on `loop`; the latter, within a tick, for PREFILL sequences that the engine
+        let go because their pages are no longer needed. `clock`: monotonic seconds. `strict`: a failed idle check ends
+        the thread.
+        """
         self.core = core
         self.handover = handover
         self.ended = asyncio.Event()  # the loop's
         self.failure: BaseException | None = None  # final once `ended` is set
-        self.load: Load = core.load()  # a snapshot that any thread may read; one that stands still tells of a hung step
+        self.steps = 0  # like `load` for any thread to read; stands still when a step hangs
+        self.load: Load = core.load()
         self._loop = loop
         self._on_result = on_result
+        self._on_released = on_released
         self._clock = clock
         self._check_s = check_s
         self._strict = strict
@@ -59,8 +64,9 @@ class Driver:
         self._stopping = False
         self._calls: set[asyncio.Future[Any]] = set()  # the loop's
         self._pending = StepResult()  # what events brought about; the engine thread's, like all below
-        self._prefills: set[SequenceKey] = set()  # their pages are needed beyond their last token
+        self._prefills: set[SequenceKey] = set()  # PREFILL sequences, which outlive their token
         self._next_tick = 0.0
+        self._next_load = 0.0
         self._next_check = 0.0
         self._unchecked = False  # something happened since the last idle check
         handover.attach(self.post, self.emit)
@@ -155,8 +161,10 @@ class Driver:
             if self._stopping:
                 return
             blocked = blocked or not self.core.has_work() or not self._step()
-            if blocked:
+            if blocked or now >= self._next_load:
                 self.load = self.core.load()
+                self._next_load = now + LOAD_S
+            if blocked:
                 self._check_when_idle(now)
 
     def _run_events(self, *, wait: bool) -> bool:
@@ -181,17 +189,18 @@ class Driver:
         """One step. False: it could do nothing, and could not until something happens."""
         self._unchecked = True
         result = self.core.step(self.handover.hook)
+        self.steps += 1
         result.outputs.extend(self.handover.stepped(result))
         for key, _ in result.failures:
             self._forget(key)
         for output in result.outputs:
-            if output.finish is not None and output.key not in self._prefills:
-                self.handover.gone(output.key)
-        self.load = self.core.load()
+            if output.finish is not None and self.core.state_of(output.key) is None:  # a PREFILL one may be held
+                self._forget(output.key)
+        happened = bool(self._pending.outputs or self._pending.failures)
         self._pending.outputs[:0] = result.outputs
         self._pending.failures[:0] = result.failures
         self._flush()
-        return result.progress
+        return result.progress or happened
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
@@ -201,6 +210,10 @@ class Driver:
         self._pending.failures.extend(expired)
         self._unchecked = self._unchecked or bool(expired)
         self.handover.tick(now)
+        released = [key for key in self._prefills if self.core.state_of(key) is None]
+        if released:
+            self._prefills.difference_update(released)
+            self._on_loop(self._on_released, released)
 
     def _flush(self) -> None:
         """One call to the loop for all that is pending, so that no token costs a wake-up of its own."""
@@ -241,7 +254,9 @@ class Driver:
     def _check_when_idle(self, now: float) -> None:
         """Once work is over: is every page free or cached, is no ticket left?"""
         load = self.load
-        if not self._unchecked or now < self._next_check or load.running or load.waiting or load.held_pages:
+        if not self._unchecked or now < self._next_check:
+            return
+        if load.running or load.waiting or load.held_pages or self._prefills:
             return
         self._unchecked = False
         self._next_check = now + self._check_s

@@ -105,7 +105,7 @@ class Sessions:
             running=load.running,
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
-            steps=load.steps,
+            steps=self._engine.steps,
             draining=self.draining,
         )
 
@@ -113,7 +113,7 @@ class Sessions:
 
     def on_result(self, result: StepResult) -> None:
         """Routes what a step made; what belongs to no session any more is dropped."""
-        step = self._engine.load.steps
+        step = self._engine.steps
         for gateway, outputs in wire.by_gateway(result.outputs).items():
             if (session := self._open.get(gateway)) is not None:
                 session.deliver(step, outputs)

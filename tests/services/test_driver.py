@@ -20,6 +20,7 @@ from twostroke.engine.request import (
     Token,
     Work,
 )
+from twostroke.engine.sequence import State
 from twostroke.errors import DeadlineExceeded, InvalidRequest, TwostrokeError, Unavailable
 from twostroke.services import driver as driver_module
 from twostroke.services.driver import Driver
@@ -51,6 +52,7 @@ class ScriptedCore:
         self.broken: Exception | None = None
         self.count = 0
         self.held = 0
+        self.states: dict[SequenceKey, State] = {}
         self.threads: set[int] = set()
 
     def add(self, request: Request) -> None:
@@ -79,6 +81,9 @@ class ScriptedCore:
     def expire(self, now: float) -> list[tuple[SequenceKey, Exception]]:
         expired, self.expired = self.expired, []
         return expired
+
+    def state_of(self, key: SequenceKey) -> State | None:
+        return self.states.get(key)
 
     def load(self) -> Load:
         return Load(9, 10, self.held, 0, 0, 0, self.count)
@@ -158,7 +163,7 @@ async def test_steps_without_outputs_are_not_told(bench: Bench) -> None:
     while bench.core.steps:
         await bench.settled()
     assert bench.seen() == []
-    assert bench.driver.load.steps == 5
+    assert bench.driver.steps == bench.driver.load.steps == 5
 
 
 async def test_an_idle_engine_sleeps(bench: Bench) -> None:
@@ -283,6 +288,7 @@ async def test_expired_sequences_are_failures_and_gone(bench: Bench) -> None:
 
 
 async def test_finished_and_failed_sequences_are_gone_but_a_prefill_with_its_token_0_is_not(bench: Bench) -> None:
+    bench.core.states[key(1)] = State.HELD
     bench.driver.submit(request(1, Work.PREFILL), None)
     finished = StepResult(
         outputs=[output(1, finish=FinishReason.STOP), output(2, finish=FinishReason.LENGTH), output(3)],
@@ -296,6 +302,28 @@ async def test_finished_and_failed_sequences_are_gone_but_a_prefill_with_its_tok
     bench.driver.drop([key(1)])
     await bench.settled()
     assert ("gone", key(1)) in bench.handover.calls
+
+
+async def test_a_released_prefill_is_told_once(bench: Bench) -> None:
+    released: list[list[SequenceKey]] = []
+    told = asyncio.Event()
+
+    def on_released(keys: list[SequenceKey]) -> None:
+        released.append(keys)
+        told.set()
+
+    bench.driver._on_released = on_released
+    bench.core.states = {key(n): State.HELD for n in range(3)}
+    for n in range(3):
+        bench.driver.submit(request(n, Work.PREFILL), None)
+    bench.driver.submit(request(3), None)  # whole requests end with their last output
+    await bench.settled()
+    assert ("check", True) not in bench.core.calls  # held pages are no idleness
+    bench.driver.drop([key(0)])
+    bench.driver.post(lambda: bench.core.states.pop(key(1)) and None)
+    async with asyncio.timeout(10):
+        await told.wait()
+    assert released == [[key(1)]]
 
 
 async def test_what_events_emit_leaves_before_the_next_step(bench: Bench) -> None:
