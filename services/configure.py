@@ -95,9 +95,14 @@ def read_file(path: Path, schema: type[Settings]) -> dict[str, Given]:
     return given
 
 
+def setting_variables() -> set[str]:
+    """The environment variables that mean something here."""
+    return {CONFIG_VARIABLE, *(variable(name) for schema in SECTIONS.values() for name in schema.model_fields)}
+
+
 def warn_of_unknown_variables() -> None:
     """Names the TWOSTROKE_* variables that look like a misspelt setting. Others may be the platform's own: no error."""
-    known = {CONFIG_VARIABLE, *(variable(name) for schema in SECTIONS.values() for name in schema.model_fields)}
+    known = setting_variables()
     for name in os.environ:
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             for near in _near(name.upper(), known, cutoff=0.85):

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     model: str = Field("smollm2-135m", min_length=1, max_length=4096)
     """Model to serve: `smollm2-135m` (the embedded default), a local directory, or a hub id."""
     models_dir: Path | None = None
-    """Folder for downloaded and converted models; default: `twostroke` in the user's cache folder."""
+    """Folder for downloaded and converted models; default: `~/.cache/twostroke/models`, and the hub's own cache."""
     name: Annotated[str, Takes("up to 64 letters, digits and . _ -")] = Field("", pattern=r"^[\w.\-]{0,64}$")
     """Name for people, in logs and answers; empty: role and process id."""
     drain_s: Seconds = 30

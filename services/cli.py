@@ -1,0 +1,63 @@
+"""The command `twostroke`."""
+
+from typing import IO, Any
+
+import click
+
+from .. import __version__
+from ..errors import ConfigError, TwostrokeError
+from .commands import doctor, generate, models, serve, up
+
+
+class _Failure(click.ClickException):
+    """Our errors, as click shows its own; the exit code is 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """A line each, to stderr."""
+        for line in self.message.splitlines():
+            click.echo(f"error: {line}", err=True, file=file)
+
+
+class _UsageFailure(_Failure):
+    """The same for a wrong setting."""
+
+    exit_code = 2
+
+
+class _Group(click.Group):
+    """Commands in the order in which a reader needs them; our errors without tracebacks."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """As added."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except TwostrokeError as error:
+            raise (_UsageFailure if isinstance(error, ConfigError) else _Failure)(error.message) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="twostroke")
+def main() -> None:
+    """Serve a language model with its two strokes apart: prefill and decode in separate processes.
+
+    \b
+    Start here, in two terminals:
+      twostroke up
+      twostroke generate "Why is the sky blue?"
+
+    Settings come from flags, then TWOSTROKE_* variables, then a TOML file (--config), then defaults:
+    --max-batch 8, TWOSTROKE_MAX_BATCH=8, and max_batch = 8 under [worker] mean the same.
+    """
+
+
+for command in (up.up, generate.generate, models.models, models.convert, doctor.doctor):
+    main.add_command(command)
+for command in (serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

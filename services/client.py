@@ -1,0 +1,95 @@
+"""The client behind `twostroke generate`: one answer from a gateway, with its timings."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from ..errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, TwostrokeError, Unavailable
+from ..v1 import inference_pb2 as pb
+from ..v1 import inference_pb2_grpc
+from .grpc_setup import open_channel
+
+CONNECT_S = 5.0
+_ERRORS: dict[grpc.StatusCode, type[TwostrokeError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the client saw, in seconds by its own clock; 0: it did not happen."""
+
+    started: float = field(default_factory=time.monotonic)
+    first_token_s: float = 0.0
+    gap01_s: float = 0.0  # from token 0 to token 1
+    last_token_s: float = 0.0
+    tokens: int = 0
+
+    def note(self, count: int) -> None:
+        """`count` tokens came now."""
+        now = time.monotonic() - self.started
+        if count and not self.tokens:
+            self.first_token_s = now
+        if self.tokens < 2 <= self.tokens + count:
+            self.gap01_s = now - self.first_token_s
+        if count:
+            self.last_token_s = now
+        self.tokens += count
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all tokens after the first."""
+        span = self.last_token_s - self.first_token_s
+        return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
+
+
+class Client:
+    """A gateway at host:port. Use as an async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = open_channel(address)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def model(self, name: str = "") -> pb.GetModelResponse:
+        """Describes the served model. Raises Unavailable, with the remedy, where no gateway answers."""
+        try:
+            return await self._stub.GetModel(pb.GetModelRequest(model=name), timeout=CONNECT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._readable(error, connecting=True) from error
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float | None, measured: Measured
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The answer's pieces as they come; leaving the iteration cancels the call. Fills `measured`."""
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for piece in call:
+                measured.note(len(piece.token_ids))
+                yield piece
+        except grpc.aio.AioRpcError as error:
+            raise self._readable(error, connecting=False) from error
+        finally:
+            call.cancel()
+
+    def _readable(self, error: grpc.aio.AioRpcError, *, connecting: bool) -> TwostrokeError:
+        code, details = error.code(), error.details() or "no details"
+        silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if connecting and silent:
+            return Unavailable(
+                f"no gateway answers at {self._address}: start one with `twostroke up`, or name another with --address"
+                f" ({details.splitlines()[0].rpartition(': ')[2]})"
+            )
+        return _ERRORS.get(code, TwostrokeError)(f"{details} ({code.name})")

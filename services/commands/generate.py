@@ -1,0 +1,186 @@
+"""`twostroke generate`: asks a gateway and streams its answer."""
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...v1 import inference_pb2 as pb
+    from ..client import Client, Measured
+
+MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
+COUNT = click.IntRange(0, 2**32 - 1)
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[PROMPT]...")
+@click.option("--prompt", metavar="TEXT", help="The prompt; else the words on the command line, else stdin.")
+@click.option(
+    "--address",
+    envvar="TWOSTROKE_ADDRESS",
+    default="127.0.0.1:50051",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="The gateway.",
+)
+@click.option("--model", default="", metavar="NAME", help="Served name  [default: whatever it serves]")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the model's chat template.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to generate  [default: the model's context]"
+)
+@click.option("--temperature", type=float, metavar="X", help="0 is greedy  [default: 1]")
+@click.option(
+    "--top-k", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Keep the N likeliest tokens; 0: all  [default: 0]"
+)
+@click.option("--top-p", type=float, metavar="X", help="Keep the likeliest tokens that add up to X  [default: 1]")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Same seed, same noise  [default: drawn, and told]"
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
+@click.option(
+    "--stop-token",
+    multiple=True,
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="ID",
+    help="Stop after this token; may be repeated.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's own end.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 20),
+    metavar="N",
+    help="With --json: log-probabilities of each token and of the top N.",
+)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.001), metavar="SECONDS", help="Deadline of the call.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a message, the last with the timings.")
+def generate(words: tuple[str, ...], as_json: bool, timeout_s: float | None, **options: Any) -> None:
+    """Stream an answer from a running gateway.
+
+    \b
+    Examples:
+      twostroke generate "Why is the sky blue?"
+      twostroke generate --raw --temperature 0 --max-tokens 20 "Once upon a time"
+      git diff | twostroke generate --system "Write a commit message." --json
+
+    The answer goes to stdout, the timings to stderr.
+    """
+    prompt = _prompt(options["prompt"], words)
+    try:
+        asyncio.run(_run(prompt, as_json, timeout_s, options))
+    except KeyboardInterrupt:  # the call was cancelled on the way out
+        click.echo("", err=True)
+        raise SystemExit(130) from None
+
+
+def _prompt(given: str | None, words: tuple[str, ...]) -> str:
+    if given is not None and words:
+        raise ConfigError("prompt: got both --prompt and words, takes one of them", field="prompt")
+    if given is not None or words:
+        return given if given is not None else " ".join(words)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError(
+            'prompt: got nothing, takes a text: twostroke generate "Why is the sky blue?"', field="prompt"
+        )
+    return sys.stdin.read(MAX_PROMPT)
+
+
+async def _run(prompt: str, as_json: bool, timeout_s: float | None, options: dict[str, Any]) -> None:
+    from ..client import Client, Measured
+
+    async with Client(options["address"]) as client:
+        model = await client.model(options["model"])
+        measured = Measured()
+        request = build_request(prompt, options, chat=model.has_chat_template and not options["raw"])
+        show = _show_json if as_json else _show_text
+        await show(client, request, timeout_s, measured)
+
+
+def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.GenerateRequest":
+    """The request that the options describe; what was not given stays absent, for the gateway to fill in."""
+    from ...v1 import inference_pb2 as pb
+
+    request = pb.GenerateRequest(model=options["model"], logprobs=options["logprobs"])
+    if chat:
+        if options["system"] is not None:
+            request.input.chat.messages.add(role="system", content=options["system"])
+        request.input.chat.messages.add(role="user", content=prompt)
+    elif options["system"] is not None:
+        raise ConfigError(
+            "system: got a text, takes none with --raw or a model without a chat template", field="system"
+        )
+    else:
+        request.input.text = prompt
+    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "seed")}
+    request.sampling.CopyFrom(pb.Sampling(**sampling))
+    request.stopping.CopyFrom(
+        pb.Stopping(
+            max_tokens=options["max_tokens"],
+            strings=options["stop"],
+            token_ids=options["stop_token"],
+            ignore_eos=options["ignore_eos"],
+        )
+    )
+    return request
+
+
+async def _show_text(
+    client: "Client", request: "pb.GenerateRequest", timeout_s: float | None, measured: "Measured"
+) -> None:
+    finish = None
+    on_terminal = sys.stdout.isatty()
+    try:
+        async for piece in client.generate(request, timeout_s, measured):
+            sys.stdout.write(printable(piece.text) if on_terminal else piece.text)
+            sys.stdout.flush()
+            finish = piece.finish if piece.HasField("finish") else finish
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    if finish is not None:
+        click.echo(click.style(summary(finish, measured), dim=True), err=True)
+
+
+async def _show_json(
+    client: "Client", request: "pb.GenerateRequest", timeout_s: float | None, measured: "Measured"
+) -> None:
+    from google.protobuf.json_format import MessageToDict
+
+    async for piece in client.generate(request, timeout_s, measured):
+        message = MessageToDict(piece, preserving_proto_field_name=True)
+        if piece.HasField("finish"):
+            message["client"] = {
+                "first_token_s": measured.first_token_s,
+                "gap01_s": measured.gap01_s,
+                "tokens_per_s": measured.tokens_per_s,
+                "tokens": measured.tokens,
+            }
+        print(json.dumps(message, ensure_ascii=False), flush=True)
+
+
+def printable(text: str) -> str:
+    """Without control characters but newline and tab: a model's answer must not steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def summary(finish: "pb.Finish", measured: "Measured") -> str:
+    """The timings, in two lines: what the client saw, and where the gateway says the time went."""
+    usage, spent = finish.usage, finish.timings
+    reason = {1: "stopped", 2: "length reached"}.get(finish.reason, "ended")
+    seen = [f"{usage.output_tokens} tokens ({reason})", f"first token {measured.first_token_s * 1000:.0f} ms"]
+    if measured.tokens > 1:
+        seen += [
+            f"{measured.tokens_per_s:.1f} tokens/s",
+            f"gap01 {(spent.gap01_us or measured.gap01_s * 1e6) / 1000:.1f} ms",
+        ]
+    where = [f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached"]
+    for name, value in (("queue", spent.queue_us), ("prefill", spent.prefill_us), ("transfer", spent.transfer_us)):
+        where.append(f"{name} {value / 1000:.1f} ms")
+    workers = [finish.prefill_worker, finish.decode_worker]
+    where += [" -> ".join(dict.fromkeys(worker for worker in workers if worker))] if any(workers) else []
+    return f"[{', '.join(seen)}]\n[{', '.join(where)}, seed {finish.seed}]"

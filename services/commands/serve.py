@@ -1,0 +1,126 @@
+"""`twostroke gateway`, `prefill`, `decode`, `both` and `health`: one process each."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import ConfigError
+from .. import logs
+from ..configure import load, warn_of_unknown_variables
+from ..describe import takes
+from ..options import given_flags, settings_options
+from ..parent import die_with
+from ..settings import GatewaySettings, WorkerSettings
+
+parent_option = click.option("--parent", type=int, hidden=True, help="Supervisor's process id; die with it.")
+
+WORKER_HELP = """
+{what}
+
+\b
+Example:
+  twostroke {role} --listen 127.0.0.1:{port} --model smollm2-135m
+  twostroke gateway --workers 127.0.0.1:6001,127.0.0.1:6002
+
+Each option is also a variable (--max-batch: TWOSTROKE_MAX_BATCH) and a key of the file's [worker] table (max_batch).
+SIGTERM drains: what runs goes on for up to --drain-s, nothing new is taken.
+"""
+
+
+@click.command()
+@settings_options(GatewaySettings)
+@parent_option
+def gateway(config: Path | None, parent: int | None, **options: Any) -> None:
+    """Serve the public API in front of workers.
+
+    \b
+    Example (workers first, each in its own terminal):
+      twostroke prefill --listen 127.0.0.1:6001
+      twostroke decode --listen 127.0.0.1:6002
+      twostroke gateway --workers 127.0.0.1:6001,127.0.0.1:6002
+
+    Each option is also a variable (--max-queue: TWOSTROKE_MAX_QUEUE) and a key of the file's [gateway] table
+    (max_queue). SIGTERM drains: what runs goes on for up to --drain-s, nothing new is taken.
+    """
+    if parent is not None:
+        die_with(parent)
+    settings = load(GatewaySettings, given_flags(options), config)
+    if not settings.workers:
+        wanted = takes(GatewaySettings.model_fields["workers"])
+        raise ConfigError(f"workers: got nothing, takes {wanted} (or let `twostroke up` start them)", field="workers")
+    settings = settings.model_copy(update={"name": settings.name or f"gateway-{os.getpid()}"})
+    _start_log(settings)
+
+    import uvloop
+
+    from ..gateway import serve
+
+    uvloop.run(serve(settings))
+
+
+def _worker(role: str, config: Path | None, parent: int | None, options: dict[str, Any]) -> None:
+    if parent is not None:
+        die_with(parent)
+    settings = load(WorkerSettings, {**given_flags(options), "role": role}, config)
+    settings = settings.model_copy(update={"name": settings.name or f"{role}-{os.getpid()}"})
+    _start_log(settings)
+
+    import uvloop
+
+    from ..worker import serve
+
+    uvloop.run(serve(settings))
+
+
+def _start_log(settings: GatewaySettings | WorkerSettings) -> None:
+    logs.setup(settings.log_level, settings.name)
+    warn_of_unknown_variables()
+
+
+@click.command(
+    help=WORKER_HELP.format(role="prefill", port=6001, what="Compute prompts and push their KV to decoders.")
+)
+@settings_options(WorkerSettings)
+@parent_option
+def prefill(config: Path | None, parent: int | None, **options: Any) -> None:
+    """A prefill worker."""
+    _worker("prefill", config, parent, options)
+
+
+@click.command(help=WORKER_HELP.format(role="decode", port=6002, what="Decode, on KV that prefill workers push."))
+@settings_options(WorkerSettings)
+@parent_option
+def decode(config: Path | None, parent: int | None, **options: Any) -> None:
+    """A decode worker."""
+    _worker("decode", config, parent, options)
+
+
+@click.command(help=WORKER_HELP.format(role="both", port=6001, what="Prefill and decode in one process."))
+@settings_options(WorkerSettings)
+@parent_option
+def both(config: Path | None, parent: int | None, **options: Any) -> None:
+    """A worker of both roles."""
+    _worker("both", config, parent, options)
+
+
+@click.command()
+@click.argument("address", default="127.0.0.1:50051", metavar="[HOST:PORT]")
+@click.option("--service", default="", metavar="NAME", help="Full gRPC service name; default: the process.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 60), default=3.0, show_default=True, help="Seconds.")
+@click.pass_context
+def health(context: click.Context, /, address: str, service: str, timeout_s: float) -> None:
+    """Ask a process how it is; exit code 0 only if it serves.
+
+    \b
+    Example:
+      twostroke health 127.0.0.1:50051 && echo ready
+    """
+    import asyncio
+
+    from ..health import Condition, check_once
+
+    condition = asyncio.run(check_once(address, timeout_s, service))
+    click.echo(condition.value)
+    context.exit(0 if condition is Condition.SERVING else 1)
