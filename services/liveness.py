@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..errors import Unavailable
 from ..kvtransfer.process import ProcessHandle
@@ -65,7 +66,7 @@ class PeerWatch:
             self._handle.close()
 
     def sweep(self, silence_s: float, pause_s: float) -> None:
-        """Fences the peer if it is silent for `silence_s`, less `pause_s` in which this process did not listen itself."""
+        """Fences a peer that is silent for `silence_s`, less `pause_s` in which this process did not listen itself."""
         self._heard += pause_s
         if self._fenced or self._owner.now() - self._heard < silence_s:
             return
@@ -76,7 +77,11 @@ class PeerWatch:
             return
         self._fenced = True
         log.warning("%s (pid %d) is silent for %.0f s: killing it", self.identity.name, self.identity.pid, silence_s)
-        self._handle.kill()
+        try:
+            self._handle.kill()
+        except PermissionError:
+            log.error("%s is another user's process: it cannot be killed from here", self.identity.name)
+            self._on_silent()
 
     def _ended(self) -> None:
         self.dead = True
@@ -107,10 +112,10 @@ class Liveness:
             log.warning("%s runs on another host: its death cannot be proven from here", identity.name)
             return None
         handle = ProcessHandle.open(identity.pid, identity.host)
-        if handle is None or not handle.alive():
-            if handle is not None:
-                handle.close()
-            raise Unavailable(f"{identity.name} (pid {identity.pid}) is no longer there")
+        if handle is None:
+            if not Path(f"/proc/{identity.pid}").exists():
+                raise Unavailable(f"{identity.name} (pid {identity.pid}) is no longer there")
+            log.warning("no pidfd of %s to be had: its death cannot be proven", identity.name)
         return handle
 
     def watch(

@@ -1,0 +1,311 @@
+"""The decode side of the hand-over: `EngineCore` and `Reader` joined; reserved pages become tickets, then KV."""
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..engine.batch import LayerHook
+from ..engine.core import EngineCore
+from ..engine.request import (
+    FinishReason,
+    Request,
+    Reservation,
+    SequenceKey,
+    SequenceOutput,
+    SequenceTimings,
+    StepResult,
+    Token,
+    Work,
+)
+from ..errors import HandoverExpired, InvalidRequest, TwostrokeError
+from ..kernels.digest import pool_digests
+from ..kvtransfer.messages import Arrived, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
+from ..kvtransfer.reader import Reader
+from .handover import Emit, PeerAddress, Post
+from .kv_pool import pool_bytes
+from .link_client import WriterEvents
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 4096  # incarnations that are gone
+
+
+class WriterLinks(Protocol):
+    """What the decode side needs of its links: `LinkClient`."""
+
+    def attach(self, events: WriterEvents) -> None:
+        """Where events go."""
+        ...
+
+    def want(self, peers: Iterable[PeerAddress]) -> None:
+        """Links with these shall stand."""
+        ...
+
+    def send(self, batches: Mapping[int, Sequence[FromReader]]) -> None:
+        """Messages for writers."""
+        ...
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A DECODE sequence whose KV has not arrived."""
+
+    peer: PeerAddress
+    first_index: int  # output index of its token 0
+    unsent: Reservation | None = None  # made before a link with the writer ever stood
+
+
+class DecodeHandover:
+    """Implements `Handover` for role `decode`, and `WriterEvents` for its links.
+
+    A writer gets its first ticket only after a link with it stood, that is after its death became provable where it can
+    be. So pages reserved for a writer that never comes are free again as soon as that is given up.
+    """
+
+    hook: LayerHook | None = None
+
+    def __init__(
+        self,
+        core: EngineCore,
+        links: WriterLinks,
+        pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim], the memory that was offered to writers
+        *,
+        pool_id: int,
+        ticket_valid_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pool_id`: as in the offer. `ticket_valid_s`: how long a writer may take, from its ticket on."""
+        layers, page_size = pool.shape[0], pool.shape[4]
+        self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
+        self._core = core
+        self._links = links
+        self._bytes = pool_bytes(pool)
+        self._clock = clock
+        self._post: Post
+        self._emit: Emit
+        self._awaited: dict[SequenceKey, _Awaited] = {}
+        self._up: set[int] = set()
+        self._known: set[int] = set()  # a link stood once: they may hold tickets
+        self._gone: OrderedDict[int, str] = OrderedDict()  # and why
+        self._outbox: dict[int, list[FromReader]] = {}
+        self._result = StepResult()
+
+    # Event loop
+
+    def attach(self, post: Post, emit: Emit) -> None:
+        """See `Handover`."""
+        self._post, self._emit = post, emit
+        self._links.attach(self)
+
+    def writer_up(self, writer: int) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_up(writer))
+
+    def writer_down(self, writer: int) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_down(writer))
+
+    def writer_dead(self, writer: int) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_dead(writer))
+
+    def writer_refused(self, writer: int, reason: str, final: bool) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_refused(writer, reason, final))
+
+    def writer_replaced(self, writer: int, reason: str) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_refused(writer, reason, True))
+
+    def received(self, writer: int, message: FromWriter) -> None:
+        """See `WriterEvents`."""
+        self._post(lambda: self._on_message(writer, message))
+
+    # Engine thread: Handover
+
+    def submitted(self, request: Request, peer: PeerAddress | None) -> None:
+        """See `Handover`."""
+        if request.work is not Work.DECODE:
+            return
+        key = request.key
+        if peer is None or peer.incarnation != request.writer or request.writer == 0:
+            self._core.cancel(key)
+            self._result.failures.append((key, InvalidRequest("the prefill worker is not named", field="peer")))
+        else:
+            self._awaited[key] = _Awaited(peer, len(request.output_ids))
+            if peer.incarnation in self._gone:
+                self._lose(key, self._gone[peer.incarnation])
+            elif peer.incarnation not in self._up:
+                self._links.want((peer,))
+        self._flush()
+
+    def gone(self, key: SequenceKey) -> None:
+        """See `Handover`."""
+        if self._awaited.pop(key, None) is not None:
+            self._run(self.reader.request_gone(key, self._clock()))
+            self._flush()
+
+    def stepped(self, result: StepResult) -> list[SequenceOutput]:
+        """Sends tickets for what was reserved."""
+        for reservation in result.reserved:
+            awaited = self._awaited.get(reservation.key)
+            if awaited is None:
+                self._core.cancel(reservation.key)
+            elif reservation.writer in self._gone:
+                self._lose(reservation.key, self._gone[reservation.writer])
+            elif reservation.writer in self._known:
+                self._open(reservation)
+            else:
+                awaited.unsent = reservation
+                self._links.want((awaited.peer,))
+        self._flush()
+        return []
+
+    def tick(self, now: float) -> None:
+        """See `Handover`."""
+        self._run(self.reader.tick(now))
+        self._flush()
+
+    def check(self, *, idle: bool) -> None:
+        """See `Handover`. A ticket that was given up may be open while no request is left, until its writer answers."""
+        self.reader.check(idle=idle and not self.reader.open_tickets())
+        if idle and self._awaited:
+            raise TwostrokeError(f"{len(self._awaited)} sequences still await their KV")
+
+    # Engine thread: events of links
+
+    def _on_up(self, writer: int) -> None:
+        self._known.add(writer)
+        self._up.add(writer)
+        self._run(self.reader.writer_up(writer, self._clock()))
+        for awaited in self._of(writer).values():
+            if awaited.unsent is not None:
+                reservation, awaited.unsent = awaited.unsent, None
+                self._open(reservation)
+        self._flush()
+
+    def _on_down(self, writer: int) -> None:
+        self._up.discard(writer)
+        self._run(self.reader.writer_down(writer, self._clock()))
+        self._flush()
+
+    def _on_dead(self, writer: int) -> None:
+        self._up.discard(writer)
+        self._known.discard(writer)
+        self._forsake(writer, "the prefill worker died")
+        self._run(self.reader.writer_dead(writer))
+        for key in self._of(writer):
+            self._lose(key, "the prefill worker died")
+        self._flush()
+
+    def _on_refused(self, writer: int, reason: str, final: bool) -> None:
+        """No link with it, now or (`final`) ever."""
+        if final:
+            self._forsake(writer, reason)
+        if final or writer not in self._known:
+            for key in self._of(writer):
+                self._lose(key, reason)
+        self._flush()
+
+    def _on_message(self, writer: int, message: FromWriter) -> None:
+        if writer not in self._gone:
+            self._run(self.reader.receive(writer, message, self._clock()))
+            self._flush()
+
+    # What they have in common
+
+    def _of(self, writer: int) -> dict[SequenceKey, _Awaited]:
+        return {key: awaited for key, awaited in self._awaited.items() if awaited.peer.incarnation == writer}
+
+    def _forsake(self, writer: int, reason: str) -> None:
+        self._gone[writer] = reason
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _open(self, reservation: Reservation) -> None:
+        writer, pages = reservation.writer, reservation.pages
+        ticket, instructions = self.reader.open(
+            writer, reservation.key, pages, reservation.first_position, self._clock()
+        )
+        self._core.pool.hold((writer, ticket), pages)
+        self._run(instructions)
+
+    def _lose(self, key: SequenceKey, reason: str) -> None:
+        """Gives a sequence up; what its ticket holds stays held until the writer cannot touch it any more."""
+        self._awaited.pop(key, None)
+        self._core.cancel(key)
+        self._result.failures.append((key, HandoverExpired(reason)))
+        self._run(self.reader.request_gone(key, self._clock()))
+
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        todo = deque(instructions)
+        while todo:
+            match todo.popleft():
+                case Send(peer=peer, message=message):
+                    self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
+                case Verify() as verify:
+                    todo.extend(self._verify(verify))
+                case Arrived() as arrived:
+                    self._arrived(arrived)
+                case Lost(key=SequenceKey() as key, reason=reason):
+                    if self._awaited.pop(key, None) is not None:
+                        self._core.cancel(key)
+                        self._result.failures.append((key, HandoverExpired(reason)))
+                case Unhold(writer=writer, ticket=ticket):
+                    self._core.pool.unhold((writer, ticket))
+                case other:
+                    raise TwostrokeError(f"not an instruction for a reader: {other}")
+
+    def _verify(self, verify: Verify) -> list[Instruction]:
+        layers = self._bytes[verify.first_layer : verify.first_layer + verify.layers]
+        digests = pool_digests(
+            layers, verify.pages, ticket=verify.ticket, first_layer=verify.first_layer, ordinal=verify.ordinal
+        )
+        return self.reader.digested(
+            verify.writer,
+            verify.ticket,
+            verify.first_layer,
+            verify.ordinal,
+            digests,
+            verify.layers,
+            len(verify.pages),
+        )
+
+    def _arrived(self, arrived: Arrived) -> None:
+        key = arrived.key
+        awaited = self._awaited.pop(key, None) if isinstance(key, SequenceKey) else None
+        if awaited is None or not isinstance(key, SequenceKey):
+            return
+        first = next((token for token in arrived.first_tokens if token.sample == key.sample), None)
+        if first is None:
+            self._core.cancel(key)
+            self._result.failures.append((key, HandoverExpired("the prefill worker sent no token 0")))
+            return
+        token = Token(first.token_id, first.logprobs)
+        finish = FinishReason(first.finish) if first.finish else None
+        if not arrived.verified:  # all is over with token 0: what lies in the pages must not become findable
+            self._core.cancel(key)
+            self._result.outputs.append(SequenceOutput(key, awaited.first_index, [token], finish, SequenceTimings()))
+            return
+        try:
+            output = self._core.kv_arrived(key, token, finish)
+        except TwostrokeError as error:
+            self._core.cancel(key)
+            self._result.failures.append((key, HandoverExpired(error.message)))
+            return
+        if output is not None:
+            self._result.outputs.append(output)
+
+    def _flush(self) -> None:
+        """One event's messages cross to the loop at once; its outputs and failures go to the sessions."""
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            self._links.send(outbox)
+        if self._result.outputs or self._result.failures:
+            result, self._result = self._result, StepResult()
+            self._emit(result)
