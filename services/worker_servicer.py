@@ -1,9 +1,8 @@
 """The worker API on gRPC: a session for each gateway; links go to the hand-over's server."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol, TypeAlias, cast
+from collections.abc import AsyncIterator
+from typing import Protocol, TypeAlias
 
 import grpc.aio
 
@@ -24,8 +23,8 @@ LinkContext: TypeAlias = grpc.aio.ServicerContext[pb.FromDecode, pb.FromPrefill]
 class LinkService(Protocol):
     """A prefill worker's end of its links."""
 
-    def serve(self, requests: AsyncIterator[pb.FromDecode]) -> AsyncIterator[pb.FromPrefill]:
-        """Runs one link until it ends; an async generator."""
+    async def serve(self, requests: AsyncIterator[pb.FromDecode], context: LinkContext) -> None:
+        """Runs one link until it ends."""
         ...
 
 
@@ -65,16 +64,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Link(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromDecode], context: LinkContext
-    ) -> AsyncIterator[pb.FromPrefill]:
+    ) -> None:
         """One decode worker's link."""
         if self._sessions is None:
             raise Unavailable("the worker is not ready: it loads the model", retry_after_s=1.0)
         if self._links is None:
             raise Mismatch("this worker is no prefill worker: it takes no links")
-        stream = cast(AsyncGenerator[pb.FromPrefill, None], self._links.serve(request_iterator))
-        async with contextlib.aclosing(stream) as messages:
-            async for message in messages:
-                yield message
+        await self._links.serve(request_iterator, context)
 
 
 def check_hello(message: pb.ToWorker, model: str) -> ProcessIdentity:
