@@ -24,8 +24,6 @@ class Guard:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """The body is cancelled at the deadline (DeadlineExceeded) or by `end` (its error)."""
-        if self._timeout_s is not None and self._timeout_s <= 0:
-            raise DeadlineExceeded("the deadline had passed on arrival")
         scope = asyncio.timeout(self._timeout_s)
         try:
             async with scope:

@@ -26,7 +26,7 @@ class Failed:
     """The worker gave the sequence up."""
 
     worker: int
-    code: worker_pb2.FailureCode
+    code: worker_pb2.FailureCode.ValueType
     message: str
 
 

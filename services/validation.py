@@ -1,6 +1,5 @@
 """Refuses requests that are wrong in themselves, with the path of the field; costs little, even for hostile ones."""
 
-import math
 import re
 
 from ..errors import InvalidRequest
@@ -165,8 +164,3 @@ def clean_traceparent(value: str) -> str:
         return ""
     _, trace, span, _ = value.split("-")
     return value if int(trace, 16) and int(span, 16) else ""
-
-
-def check_deadline(timeout_s: float | None) -> float | None:
-    """Seconds left, or None where there is no end."""
-    return None if timeout_s is None or math.isinf(timeout_s) else timeout_s

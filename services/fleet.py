@@ -1,0 +1,142 @@
+"""All workers of a gateway: who is ready, whether they fit together, and who must know of whom."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ..errors import Mismatch, Unavailable
+from ..v1 import worker_pb2 as pb
+from .identity import ProcessIdentity
+from .router import Role, WorkerLoad
+from .worker_client import WorkerClient
+from .worker_session import RETRY_S, WorkerSession
+
+FORMAT_FIELDS = (
+    "model",
+    "fingerprint",
+    "kv_dtype",
+    "page_size",
+    "layers",
+    "kv_heads",
+    "head_dim",
+    "ranks",
+)
+MAX_REASONS = 8
+
+
+class Fleet:
+    """One loop owns it."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        gateway: ProcessIdentity,
+        model: str,
+        *,
+        silence_s: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`model`: served name. `on_change`: a worker joined, left or began to drain."""
+        self._clients = [
+            WorkerClient(address, gateway, model, self, silence_s=silence_s) for address in dict.fromkeys(addresses)
+        ]
+        self._ready: dict[int, WorkerSession] = {}
+        self._on_change = on_change
+        self._model = model
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._tasks = [asyncio.create_task(client.run()) for client in self._clients]
+
+    async def stop(self) -> None:
+        """Ends all sessions: the workers drop what they have of us."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    def session(self, incarnation: int) -> WorkerSession:
+        """A ready worker's."""
+        return self._ready[incarnation]
+
+    def loads(self) -> list[WorkerLoad]:
+        """Of all ready workers, as the router wants them."""
+        return [session.load for session in self._ready.values()]
+
+    def count(self, *roles: Role) -> int:
+        """Ready workers of these roles that take new work."""
+        return sum(load.role in roles and not load.draining for load in self.loads())
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether requests can be served."""
+        return self.count(Role.DECODE, Role.BOTH) > 0
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether prompts are computed apart from decode workers."""
+        return self.count(Role.PREFILL, Role.BOTH) > 0
+
+    def largest(self) -> int:
+        """The most tokens of prompt and output that any decoding worker takes; Unavailable where there is none."""
+        sizes = [load.max_tokens for load in self.loads() if load.role is not Role.PREFILL and not load.draining]
+        if not sizes:
+            raise self.unavailable()
+        return max(sizes)
+
+    def unavailable(self) -> Unavailable:
+        """Why no worker can decode."""
+        reasons = [f"{client.address}: {client.reason}" for client in self._clients if client.session is None]
+        reasons += [f"{load.name}: draining" for load in self.loads() if load.draining]
+        if not self._clients:
+            reasons = ["none is configured"]
+        text = "; ".join(reasons[:MAX_REASONS]) or "none of the connected workers decodes"
+        return Unavailable(f"no decode worker: {text}", retry_after_s=RETRY_S)
+
+    # What clients call
+
+    def changed(self) -> None:
+        """A worker joined, left or began to drain."""
+        self._on_change()
+
+    def check(self, session: WorkerSession) -> None:
+        """Mismatch names both values. The first worker that is connected sets the format."""
+        if session.format.model != self._model:
+            raise Mismatch(f"{session.name} refused: model {self._model!r} here, {session.format.model!r} there")
+        for other in self._ready.values():
+            if other.incarnation == session.incarnation:
+                raise Mismatch(f"{session.name} is connected already, at another address")
+            check_format(session.name, other.format, session.format)
+
+    def joined(self, session: WorkerSession) -> None:
+        """Decode workers learn of prefill workers before the first request."""
+        self._ready[session.incarnation] = session
+        if session.load.role is Role.PREFILL:
+            self._tell_peers()
+        elif session.load.role is Role.DECODE:
+            session.tell_peers(self._prefill_peers())
+        self.changed()
+
+    def left(self, session: WorkerSession) -> None:
+        """Nothing goes to it any more."""
+        del self._ready[session.incarnation]
+        if session.load.role is Role.PREFILL:
+            self._tell_peers()
+        self.changed()
+
+    def _prefill_peers(self) -> list[pb.Peer]:
+        return [session.peer for session in self._ready.values() if session.load.role is Role.PREFILL]
+
+    def _tell_peers(self) -> None:
+        peers = self._prefill_peers()
+        for session in list(self._ready.values()):
+            if session.load.role is Role.DECODE:
+                session.tell_peers(peers)
+
+
+def check_format(name: str, here: pb.ModelFormat, there: pb.ModelFormat) -> None:
+    """Mismatch with the first field that differs, and both values."""
+    for field in FORMAT_FIELDS:
+        ours, theirs = getattr(here, field), getattr(there, field)
+        if ours != theirs:
+            raise Mismatch(f"{name} refused: {field} {ours} here, {theirs} there")
