@@ -41,7 +41,7 @@ CODES: tuple[tuple[type[TwostrokeError], grpc.StatusCode], ...] = (
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
-Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in the stubs only
 
 logger = logging.getLogger(__name__)
 
