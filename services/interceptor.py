@@ -41,7 +41,7 @@ CODES: tuple[tuple[type[TwostrokeError], grpc.StatusCode], ...] = (
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in the stubs only
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic in the stubs only
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> Handler:
         """Wraps the method's handler; methods of others' making (health, reflection) too."""
         handler = await continuation(handler_call_details)
         if handler is None:
