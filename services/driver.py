@@ -220,6 +220,7 @@ class Driver:
         pending = self._pending
         if pending.outputs or pending.failures:
             self._pending = StepResult()
+            pending.step = self.steps
             self._on_loop(self._on_result, pending)
 
     def _submit(self, request: Request, peer: PeerAddress | None) -> None:

@@ -113,10 +113,9 @@ class Sessions:
 
     def on_result(self, result: StepResult) -> None:
         """Routes what a step made; what belongs to no session any more is dropped."""
-        step = self._engine.steps
         for gateway, outputs in wire.by_gateway(result.outputs).items():
             if (session := self._open.get(gateway)) is not None:
-                session.deliver(step, outputs)
+                session.deliver(result.step, outputs)
         for key, error in result.failures:
             if (session := self._open.get(key.gateway)) is not None:
                 session.fail(key, error)
