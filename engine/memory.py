@@ -36,6 +36,4 @@ def plan_kv(config: ModelConfig, options: EngineOptions) -> KVPlan:
             f"({least} pages of {options.page_size} tokens, {column} bytes each)",
             field="kv_memory",
         )
-    return KVPlan(
-        pages, options.page_size, page_bytes, (config.layers, pages, *inner), options.dtype, pages * column
-    )
+    return KVPlan(pages, options.page_size, page_bytes, (config.layers, pages, *inner), options.dtype, pages * column)

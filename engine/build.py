@@ -1,0 +1,78 @@
+"""Puts an engine together: configuration, pool, weights, runner, core."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .config import DType, EngineOptions
+from .core import EngineCore
+from .memory import KVPlan, plan_kv
+from .model_config import ModelConfig
+from .runner import ModelRunner
+from .weights import load_weights
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A worker's inference, ready to step."""
+
+    core: EngineCore
+    config: ModelConfig
+    plan: KVPlan
+    pool: Tensor  # [layers, pages, 2, kv_heads, page_size, head_dim]
+
+
+def build_engine(
+    model_dir: Path,
+    options: EngineOptions,
+    *,
+    fingerprint: str,
+    allocate: Callable[[int], Tensor] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Load the model and make its pool. Raises ConfigError when model, options and memory do not fit together.
+
+    `fingerprint`: of the model's files; it seeds the prefix cache. `allocate`: given a number of bytes, a flat uint8
+    tensor of that size for the pool (a mapped file); else ordinary memory is taken.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    config = ModelConfig.from_dir(model_dir)
+    plan = plan_kv(config, options)
+    dtype = TORCH_DTYPES[options.dtype]
+    weights = load_weights(model_dir, config, dtype, options.device)
+    pool = _pool(plan, dtype, options.device, allocate)
+    core = EngineCore(
+        ModelRunner(config, weights, options, pool),
+        options,
+        pages=plan.pages,
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        cache_root=_cache_root(fingerprint, plan),
+        clock=clock,
+    )
+    return Engine(core, config, plan, pool)
+
+
+def _pool(plan: KVPlan, dtype: torch.dtype, device: str, allocate: Callable[[int], Tensor] | None) -> Tensor:
+    flat = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device) if allocate is None else allocate(plan.nbytes)
+    if flat.numel() != plan.nbytes or flat.dtype != torch.uint8:
+        raise ConfigError(f"the pool's memory is {flat.numel()} x {flat.dtype}, not {plan.nbytes} bytes")
+    return flat.view(dtype).view(plan.shape)
+
+
+def _cache_root(fingerprint: str, plan: KVPlan) -> bytes:
+    """Model and KV format: pages of another one must never be found."""
+    return f"{fingerprint}/{plan.dtype}/{plan.page_size}".encode()

@@ -1,0 +1,75 @@
+"""The model runner: a step's rows to tensors, through the decoder and the sampler, to tokens."""
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention_plan import PoolShape, Span, plan_attention
+from ..kernels.kv_write import kv_rows
+from ..kernels.rope import rope_angles, rope_frequencies
+from .batch import LayerHook, Row
+from .config import EngineOptions
+from .decoder import Decoder, StepInputs
+from .model_config import ModelConfig
+from .request import Token
+from .sampler import Draw, sample
+from .weights import Weights
+
+
+class ModelRunner:
+    """Implements `core.Runner` with a real model."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions, pool: Tensor) -> None:
+        """`pool`: [layers, pages, 2, kv_heads, page_size, head_dim], contiguous, in the options' dtype and device."""
+        self._decoder = Decoder(config, weights, pool)
+        self._shape = PoolShape(config.kv_heads, options.page_size, config.head_dim)
+        self._device = pool.device
+        self._frequencies = rope_frequencies(config.rope_theta, config.head_dim, pool.device)
+
+    @torch.inference_mode()
+    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
+        """Compute a step. Returns one token for each row with `sample`, in row order."""
+        if not rows:
+            return []
+        spans = _spans(rows)
+        step = self._inputs(rows, spans)
+        progress = [row.progress for row in rows if row.progress is not None]
+        written = None if hook is None or not progress else lambda layer: hook(layer, progress)
+        logits = self._decoder.forward(step, written)
+        draws = [Draw(row.params, row.key.sample, row.start + len(row.token_ids)) for row in rows if row.sample]
+        return sample(logits, draws)
+
+    def _inputs(self, rows: list[Row], spans: list[tuple[Row, Span]]) -> StepInputs:
+        size = self._shape.page_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for row, span in spans:
+            tokens += row.token_ids
+            reach = range(span.start, span.start + span.count)
+            positions += reach
+            slots += [span.pages[p // size] * size + p % size for p in reach]
+        last = {id(row): span.first + span.count - 1 for row, span in spans}
+        sampled = [last[id(row)] for row in rows if row.sample]
+        cos, sin = rope_angles(self._tensor(positions), self._frequencies)
+        return StepInputs(
+            token_ids=self._tensor(tokens),
+            cos=cos,
+            sin=sin,
+            kv_rows=kv_rows(self._tensor(slots), self._shape.kv_heads, size),
+            attention=plan_attention([span for _, span in spans], self._shape, self._device),
+            sampled=self._tensor(sampled),
+        )
+
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+
+def _spans(rows: list[Row]) -> list[tuple[Row, Span]]:
+    """The rows in the order of computation: single tokens first, longest first, so that like lengths stand together."""
+    ordered = sorted(rows, key=lambda row: (len(row.token_ids) > 1, -row.start))
+    spans = []
+    first = 0
+    for row in ordered:
+        spans.append((row, Span(first, len(row.token_ids), row.start, row.pages)))
+        first += len(row.token_ids)
+    return spans

@@ -1,0 +1,14 @@
+"""Root-mean-square normalisation."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, then rounded once to `dtype`.
+
+    `x`: [rows, width], float32 (the residual stream); `weight`: [width], float32; returns [rows, width].
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+    """
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
