@@ -70,14 +70,21 @@ def convert(gguf_path: Path, out_dir: Path, dtype: WeightType = "bfloat16", prog
     if len(vocabulary.tokens) > sizes.vocabulary:
         raise gguf.wrong(f"{len(vocabulary.tokens)} tokens, but embeddings for {sizes.vocabulary}")
     moves = _moves(gguf, sizes)
-    out_dir.mkdir(parents=True, exist_ok=True)
     specs = [TensorSpec(move.target, _DTYPES[dtype], move.shape) for move in moves]
-    write_safetensors(out_dir / "model.safetensors", specs, _pieces(gguf, moves, dtype, progress))
-    _write_json(out_dir / "config.json", _config(gguf, sizes, vocabulary, dtype))
     ends = {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.end_ids, "pad_token_id": vocabulary.pad_id}
-    _write_json(out_dir / "generation_config.json", {key: value for key, value in ends.items() if value is not None})
-    _write_json(out_dir / "tokenizer_config.json", vocabulary.config(sizes.context))
-    _write(out_dir / "tokenizer.json", vocabulary.tokenizer().to_str())
+    texts = {  # made first: what is wrong with them should show before the long part
+        "tokenizer.json": vocabulary.tokenizer().to_str(),
+        "tokenizer_config.json": _json(vocabulary.config(sizes.context)),
+        "generation_config.json": _json({key: value for key, value in ends.items() if value is not None}),
+        "config.json": _json(_config(gguf, sizes, vocabulary, dtype)),
+    }
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        write_safetensors(out_dir / "model.safetensors", specs, _pieces(gguf, moves, dtype, progress))
+        for name, text in texts.items():
+            _write(out_dir / name, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the model to {out_dir}: {error}") from error
     return out_dir
 
 
@@ -214,16 +221,13 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    _write(path, json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+def _json(content: dict[str, object]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
     """On disk when it returns."""
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

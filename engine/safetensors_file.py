@@ -40,7 +40,10 @@ class StoredTensor(NamedTuple):
 
 
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes the tensors in the order of `specs`; `pieces` are their bytes, cut anywhere. On disk when it returns."""
+    """Writes the tensors in the order of `specs`; `pieces` are their bytes, cut anywhere.
+
+    The file appears whole, and is on disk when it returns.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -48,13 +51,18 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data are aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        written = sum(file.write(piece) for piece in pieces)
-        if written != end:
-            raise ValueError(f"{path}: {written} bytes written where the header tells of {end}")
-        file.flush()
-        os.fsync(file.fileno())
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            written = sum(file.write(piece) for piece in pieces)
+            if written != end:
+                raise ValueError(f"{path}: {written} bytes written where the header tells of {end}")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
