@@ -1,4 +1,4 @@
-"""Renews constraints.txt: installs the project with its dev extra into an empty environment and writes what pip chose."""
+"""Renews constraints.txt: installs the project and its dev extra into an empty environment, writes what pip chose."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HEAD = "# Locked versions of everything that a checkout installs, for Python 3.11 and later on Linux. Renew: make lock\n"
+HEAD = "# Locked versions of all that a checkout installs, for Python 3.11 and later on Linux. Renew: make lock\n"
 TORCH = "torch==2.13.0"  # chosen by hand: the newest that the kernels were tried on
 
 
