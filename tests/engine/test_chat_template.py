@@ -1,0 +1,148 @@
+"""Chat templates: equal to transformers', and contained."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from twostroke.engine.chat_template import ChatTemplate
+from twostroke.engine.tokenizer import Tokenizer
+from twostroke.errors import ConfigError, InvalidRequest
+
+Messages = list[dict[str, str]]
+
+CONVERSATIONS: list[Messages] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好 👋🏽"}],
+    [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2  \n"},
+        {"role": "user", "content": "<b>{{ 'x' }} {% raise %}</b> <|im_end|>"},
+    ],
+    [{"role": "tool", "content": ""}],
+]
+
+TEMPLATES = [
+    "{% for m in messages %}\n    {{ m.content | trim }}\n{% endfor %}\n{%- if add_generation_prompt %}A:{% endif %}",
+    "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}{{ eos_token }}{{ bos_token }}{{ missing }}",
+    "{% for m in messages %}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ tools }}",
+    "{% macro show(x) %}<{{ x }}>{% endmacro %}{{ show(messages[-1].role) }}{{ strftime_now('%Y') }}",
+    "{{ messages | tojson(indent=2) }}{{ {'a': '<é&>'} | tojson }}{{ messages | map(attribute='role') | join(',') }}",
+]
+
+MESSAGES = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()})
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_dir: Path) -> Tokenizer:
+    return Tokenizer.from_dir(smollm2_dir)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_equals_transformers(smollm2: Tokenizer, reference: PreTrainedTokenizerBase, messages: Messages) -> None:
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert smollm2.encode_chat(messages) == expected
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_any_conversation_equals_transformers(
+    smollm2: Tokenizer, reference: PreTrainedTokenizerBase, messages: Messages
+) -> None:
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert smollm2.encode_chat(messages) == expected
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_what_templates_use(reference: PreTrainedTokenizerBase, source: str, messages: Messages) -> None:
+    template = ChatTemplate(source, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
+    for prompt in (True, False):
+        expected = reference.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=prompt
+        )
+        assert template.render(messages, add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0]['content'] + none }}", "NoneType"),
+        ("{{ messages[5].content.x }}", "no element 5"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ messages[0].update(role='x') }}", "unsafe|not safely callable"),
+        ("{% set ns = namespace(__class__=1) %}", "takes no name like '__class__'"),
+        ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{% include 'x' %}", "no loader"),
+    ],
+)
+def test_refusals(source: str, message: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        template.render([{"role": "user", "content": "hi"}])
+    assert caught.value.field == "input.chat"
+
+
+def test_output_is_bounded() -> None:
+    loops = "{% for i in range(100) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    template = ChatTemplate(loops, {}, limit=5000)
+    with pytest.raises(InvalidRequest, match="longer than 5000 characters"):
+        template.render([{"role": "user", "content": "0123456789"}])
+    assert len(ChatTemplate("{{ messages[0].content }}", {}, limit=5000).render([{"content": "x" * 5000}])) == 5000
+
+
+def test_no_messages() -> None:
+    with pytest.raises(InvalidRequest, match="no messages"):
+        ChatTemplate("x", {}).render([])
+
+
+def test_the_callers_messages_stay_as_they_are() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    ChatTemplate("{% set m = messages[0] %}{{ m.pop('role') if false }}{{ m.content }}", {}).render(messages)
+    assert messages == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nonsense %}"])
+def test_invalid_templates(source: str) -> None:
+    with pytest.raises(ConfigError, match="chat template is not valid"):
+        ChatTemplate(source, {})
+
+
+def test_where_it_is_found(tmp_path: Path) -> None:
+    def load(config: dict[str, object]) -> ChatTemplate | None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return ChatTemplate.from_dir(tmp_path)
+
+    def text(template: ChatTemplate | None) -> str:
+        assert template is not None
+        return template.render([{"role": "user", "content": "hi"}])
+
+    assert ChatTemplate.from_dir(tmp_path) is None
+    assert load({}) is None
+    assert load({"chat_template": None}) is None
+    assert text(load({"chat_template": "one"})) == "one"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]
+    assert text(load({"chat_template": named})) == "two"
+    assert load({"chat_template": named[:1]}) is None
+    tokens = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
+    assert text(load({"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}", **tokens})) == "<s></s>"
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}", encoding="utf-8")
+    assert text(load({"chat_template": "one", **tokens})) == "file </s>"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=re.escape("chat_template.jinja")):
+        ChatTemplate.from_dir(tmp_path)
