@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _STOP_S = 2.0
+_LAST_WORDS_S = 1.0
 
 Call: TypeAlias = grpc.aio.StreamStreamCall[pb.FromDecode, pb.FromPrefill]
 OpenChannel: TypeAlias = Callable[[str], grpc.aio.Channel]
@@ -64,6 +65,7 @@ class _Link:
         self.queue: LinkQueue[FromReader] | None = None  # of the stream that stands
         self.watch: PeerWatch | None = None  # from the first time that it stood
         self.known: ProcessIdentity | None = None
+        self.dying = False  # its end is proven, its stream not yet read to the end
         self.task = asyncio.create_task(self._run())
         self._owner = owner
         self._stood = False  # since the last pause
@@ -271,7 +273,9 @@ class LinkClient:
     def down(self, link: _Link) -> None:
         """Its stream broke."""
         log.info("link with %s broke", link.known.name if link.known else link.peer.address)
-        if self._events is not None and link.peer.incarnation in self._links:
+        if link.dying:
+            self._bury(link)
+        elif self._events is not None and link.peer.incarnation in self._links:
             self._events.writer_down(link.peer.incarnation)
 
     def received(self, link: _Link, message: FromWriter) -> None:
@@ -280,7 +284,14 @@ class LinkClient:
             self._events.received(link.peer.incarnation, message)
 
     def dead(self, link: _Link) -> None:
-        """The peer's end is proven."""
+        """The peer's end is proven. A `Complete` that it sent before may still wait in the stream."""
+        if link.queue is None:
+            self._bury(link)
+        else:
+            link.dying = True
+            self._loop.call_later(_LAST_WORDS_S, link.drop)
+
+    def _bury(self, link: _Link) -> None:
         self._links.pop(link.peer.incarnation, None)
         link.end()
         if self._events is not None:
