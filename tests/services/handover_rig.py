@@ -175,7 +175,7 @@ class Worker:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that a result brings."""
-        while not condition():  # noqa: ASYNC110 - nothing announces it
+        while not condition():
             self.news.clear()
             await self.news.wait()
 
