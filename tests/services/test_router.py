@@ -1,0 +1,202 @@
+"""Routing: who gets a prompt, by load, prefix and role."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.services.router import (
+    PrefixAffinity,
+    Role,
+    WorkerLoad,
+    choose,
+    decode_cost,
+    pages_of,
+    prefix_hashes,
+)
+
+PAGE = 16
+NUMBERS = {"p0": 1, "p1": 2, "d0": 11, "d1": 12, "b0": 21}
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+
+
+def worker(name: str, **fields: Any) -> WorkerLoad:
+    defaults: dict[str, Any] = {"pages": 100, "page_size": PAGE, "max_batch": 8, "max_tokens": 1000, "free_pages": 100}
+    return WorkerLoad(name=name, incarnation=NUMBERS[name], role=ROLES[name[0]], **{**defaults, **fields})
+
+
+def picked(workers: list[WorkerLoad], prompt: int = 100, max_tokens: int = 10, **met: int) -> tuple[str, str] | None:
+    """(prefill, decode) by name; the first is empty where one does all."""
+    route = choose(workers, prompt, max_tokens, {NUMBERS[name]: pages for name, pages in met.items()})
+    if route is None:
+        return None
+    names = {number: name for name, number in NUMBERS.items()}
+    return names[route.prefill] if route.prefill is not None else "", names[route.decode]
+
+
+PAIR = ["p0", "d0"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "prompt", "max_tokens", "met", "expected"),
+    [
+        ([], 10, 10, {}, None),
+        ([worker("p0")], 10, 10, {}, None),
+        ([worker("p0")], 10, 1, {}, ("", "p0")),
+        ([worker("d0")], 10, 10, {}, ("", "d0")),
+        ([worker("d0")], 10, 1, {}, ("", "d0")),
+        ([worker("p0"), worker("d0")], 10, 10, {}, ("p0", "d0")),
+        ([worker("p0"), worker("d0")], 10, 1, {}, ("", "p0")),
+        ([worker("b0")], 10, 10, {}, ("", "b0")),
+        ([worker("b0"), worker("p0")], 10, 10, {}, ("", "b0")),
+        ([worker("b0", waiting_tokens=500), worker("p0"), worker("d0")], 10, 10, {}, ("p0", "d0")),
+        ([worker("b0"), worker("p0", waiting_tokens=500), worker("d0")], 10, 10, {}, ("", "b0")),
+        ([worker("p0", waiting_tokens=5), worker("p1"), worker("d0")], 10, 10, {}, ("p1", "d0")),
+        ([worker("p0"), worker("p1"), worker("d0")], 100, 10, {"p1": 6}, ("p1", "d0")),
+        ([worker("p0"), worker("p1", waiting_tokens=383), worker("d0")], 100, 10, {"p1": 6}, ("p1", "d0")),
+        ([worker("p0"), worker("p1", waiting_tokens=385), worker("d0")], 100, 10, {"p1": 6}, ("p0", "d0")),
+        ([worker("p0", draining=True), worker("p1", waiting_tokens=900), worker("d0")], 10, 10, {}, ("p1", "d0")),
+        ([worker("p0", draining=True), worker("d0")], 10, 10, {}, ("", "d0")),
+        ([worker("p0"), worker("d0", draining=True)], 10, 10, {}, None),
+        ([worker("p0"), worker("d0", free_pages=50), worker("d1", free_pages=60)], 100, 10, {}, ("p0", "d1")),
+        ([worker("p0"), worker("d0", sequences=3), worker("d1", sequences=2)], 100, 10, {}, ("p0", "d1")),
+        ([worker("p0"), worker("d0", free_pages=6), worker("d1", sequences=8)], 100, 10, {}, ("p0", "d1")),
+        ([worker("p0"), worker("d0"), worker("d1")], 100, 10, {"d1": 6}, ("p0", "d1")),
+        ([worker("p0"), worker("d0"), worker("d1", sequences=4)], 100, 10, {"d1": 6}, ("p0", "d0")),
+        ([worker("p0"), worker("d0", max_tokens=109), worker("d1", sequences=8)], 100, 10, {}, ("p0", "d1")),
+        ([worker("p0"), worker("d0", max_tokens=109)], 100, 10, {}, None),
+        ([worker("p0", max_tokens=100), worker("d0")], 100, 10, {}, ("", "d0")),
+    ],
+)  # fmt: skip
+def test_table(
+    workers: list[WorkerLoad], prompt: int, max_tokens: int, met: dict[str, int], expected: tuple[str, str] | None
+) -> None:
+    assert picked(workers, prompt, max_tokens, **met) == expected
+
+
+@pytest.mark.parametrize(("free", "met", "start"), [(7, 0, True), (6, 0, False), (6, 1, True), (0, 7, True)])
+def test_start_now_if_the_free_pages_cover_the_prompt_and_a_token(free: int, met: int, start: bool) -> None:
+    """100 tokens and one more are 7 pages."""
+    route = choose([worker("p0"), worker("d0", free_pages=free)], 100, 10, {NUMBERS["d0"]: met})
+    assert route is not None
+    assert route.start_now is start
+    assert route.pages == 7
+
+
+def test_cold_twins_go_to_one_prefill_worker() -> None:
+    workers = [worker("p0"), worker("p1"), worker("d0", pages=10_000, free_pages=10_000)]
+    affinity = PrefixAffinity(1000)
+    chosen = []
+    for twin in range(64):
+        prompt = [*range(960), *range(5000 + twin * 40, 5040 + twin * 40)]
+        workers[2].max_tokens = workers[0].max_tokens = workers[1].max_tokens = 4000
+        hashes = prefix_hashes(prompt, PAGE)
+        route = choose(workers, len(prompt), 10, affinity.lookup(hashes))
+        assert route is not None
+        assert route.prefill is not None
+        affinity.record(hashes, [route.prefill, route.decode])
+        next(w for w in workers if w.incarnation == route.prefill).charge(route.prefill_tokens, route.pages)
+        chosen.append(route.prefill)
+    assert len(set(chosen)) == 1
+
+
+def test_prompts_without_a_common_prefix_are_spread() -> None:
+    workers = [worker("p0"), worker("p1"), worker("d0")]
+    counts = {1: 0, 2: 0}
+    for _ in range(20):
+        route = choose(workers, 100, 10, {})
+        assert route is not None
+        assert route.prefill is not None
+        workers[route.prefill - 1].charge(route.prefill_tokens, route.pages)
+        counts[route.prefill] += 1
+    assert counts == {1: 10, 2: 10}
+
+
+def test_loads_follow_what_is_sent_and_what_comes_back() -> None:
+    load = worker("p0", free_pages=10)
+    load.charge(50, 4)
+    load.charge(30, 8)
+    assert (load.waiting_tokens, load.free_pages, load.sequences) == (80, 0, 2)
+    load.prefilled(50)
+    load.ended(4)
+    assert (load.waiting_tokens, load.free_pages, load.sequences) == (30, 4, 1)
+    load.report(free_pages=99, waiting_tokens=7, sequences=3, draining=True)
+    load.prefilled(30)
+    load.ended(8)
+    assert (load.waiting_tokens, load.free_pages, load.sequences, load.draining) == (0, 100, 2, True)
+
+
+def test_hashes_chain_over_full_pages_and_leave_out_the_last_token() -> None:
+    assert prefix_hashes([1] * 16, PAGE) == []
+    assert len(prefix_hashes([1] * 17, PAGE)) == 1
+    first = prefix_hashes([*range(32), 1], PAGE)
+    assert prefix_hashes([*range(32), 2], PAGE) == first
+    assert prefix_hashes([99, *range(1, 32), 1], PAGE)[1] != first[1]
+    assert prefix_hashes([*range(32), 1], PAGE, b"tenant")[0] != first[0]
+
+
+def test_affinity_counts_leading_pages_only() -> None:
+    affinity = PrefixAffinity(10)
+    a, b, c = prefix_hashes([*range(48), 1], PAGE)
+    affinity.record([a, b], [1])
+    affinity.record([a, b, c], [2])
+    assert affinity.lookup([a, b, c]) == {1: 2, 2: 3}
+    assert affinity.lookup([b, c]) == {1: 1, 2: 2}
+    assert affinity.lookup([c]) == {2: 1}
+    affinity.record([c], [3])
+    assert affinity.lookup([a, b, c]) == {1: 2, 2: 3}
+    affinity.forget([1])
+    assert affinity.lookup([a, b, c]) == {1: 2}
+    assert len(affinity) == 2
+
+
+def test_affinity_forgets_the_oldest_and_a_prefix_from_its_end() -> None:
+    affinity = PrefixAffinity(3)
+    old, new = prefix_hashes([*range(48), 1], PAGE), prefix_hashes([*range(100, 132), 1], PAGE)
+    affinity.record(old, [1])
+    affinity.record(new, [1])
+    assert affinity.lookup(old) == {1: 1}
+    assert affinity.lookup(new) == {1: 2}
+
+
+LOADS = st.builds(
+    lambda name, free, waiting, sequences, draining, most: worker(
+        name, free_pages=free, waiting_tokens=waiting, sequences=sequences, draining=draining, max_tokens=most
+    ),
+    st.sampled_from(sorted(NUMBERS)),
+    st.integers(0, 100),
+    st.integers(0, 5000),
+    st.integers(0, 100),
+    st.booleans(),
+    st.integers(1, 400),
+)
+
+
+@given(
+    st.lists(LOADS, max_size=5, unique_by=lambda load: load.name),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.dictionaries(st.sampled_from(sorted(NUMBERS.values())), st.integers(0, 20)),
+)
+def test_every_route_can_be_taken(
+    workers: list[WorkerLoad], prompt: int, max_tokens: int, met: dict[int, int]
+) -> None:
+    route = choose(workers, prompt, max_tokens, met)
+    by_number = {load.incarnation: load for load in workers}
+    able = [w for w in workers if not w.draining and prompt + max_tokens <= w.max_tokens]
+    can = [w for w in able if w.role is not Role.PREFILL or max_tokens == 1]
+    assert (route is not None) == bool(can)
+    if route is None:
+        return
+    assert 1 <= route.prefill_tokens <= prompt
+    assert route.pages == pages_of(prompt + 1, PAGE)
+    decode = by_number[route.decode]
+    assert not decode.draining
+    assert prompt + max_tokens <= decode.max_tokens
+    if route.prefill is not None:
+        prefill = by_number[route.prefill]
+        assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
+        assert not prefill.draining
+        least = min(decode_cost(w, prompt, met.get(w.incarnation, 0)) for w in able if w.role is Role.DECODE)
+        assert decode_cost(decode, prompt, met.get(decode.incarnation, 0)) == least
