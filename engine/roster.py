@@ -23,12 +23,14 @@ class Roster:
         self.running: dict[SequenceKey, Sequence] = {}
         self.awaiting: dict[SequenceKey, Sequence] = {}
         self.held: dict[SequenceKey, Sequence] = {}
+        self.decode_work = 0  # live DECODE sequences: long prompt chunks would hold their tokens up
         self._preempted: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence waits."""
         self._extend_chain(sequence)
         self.live[sequence.key] = sequence
+        self.decode_work += sequence.request.work is Work.DECODE
         self.waiting.push(sequence)
 
     def ticketed(self, sequence: Sequence) -> None:
@@ -41,7 +43,7 @@ class Roster:
         self.waiting.push(sequence)
 
     def enter(self, sequence: Sequence, hits: list[int], fresh: int) -> None:
-        """Admits a waiting sequence with the cached pages `hits` and `fresh` new ones; it announces what it will fill."""
+        """Admits a waiting sequence with cached pages (`hits`) and `fresh` new ones; it announces what it will fill."""
         self.waiting.remove(sequence)
         self.pool.share(hits)  # first, so that `allocate` does not evict them
         sequence.pages = [*hits, *self.pool.allocate(fresh)]
@@ -102,6 +104,7 @@ class Roster:
     def drop(self, sequence: Sequence) -> None:
         """The sequence ends, in whatever state: all that it owns is given back."""
         del self.live[sequence.key]
+        self.decode_work -= sequence.request.work is Work.DECODE
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             return
@@ -129,7 +132,3 @@ class Roster:
         yield from self.running.values()
         yield from self.awaiting.values()
         yield from self.held.values()
-
-    def serves_others(self) -> bool:
-        """Whether a DECODE sequence is here, so that long prompt chunks would hold up its tokens."""
-        return any(sequence.request.work is Work.DECODE for sequence in self.live.values())

@@ -74,7 +74,7 @@ class Scheduler:
 
     def _chunk_budget(self, decoding: int) -> int:
         left = self._token_budget - decoding
-        if self._roster.serves_others():
+        if self._roster.decode_work:
             left = min(left, self._decode_prefill_budget)
         return max(left, 1)
 

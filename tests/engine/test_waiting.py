@@ -1,0 +1,62 @@
+"""WaitingQueue: ranks, ages, parking."""
+
+from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work
+from twostroke.engine.sequence import Sequence
+from twostroke.engine.waiting import WaitingQueue
+
+
+def sequence_of(order: int, arrival: float, work: Work = Work.ALL, *, start_now: bool = True) -> Sequence:
+    request = Request(SequenceKey(1, order, 0, 0), [1], SamplingParams(), work, start_now=start_now)
+    return Sequence(request, arrival, order, 2, b"", [1], 1)
+
+
+def order_of(queue: WaitingQueue) -> list[int]:
+    return [sequence.order for sequence in queue.in_order()]
+
+
+def test_ranks_then_age_then_order_of_addition() -> None:
+    queue = WaitingQueue()
+    preempted = sequence_of(1, 9.0)
+    preempted.preempted = True
+    ticketed = sequence_of(2, 2.0, Work.PREFILL)
+    ticketed.ticketed = True
+    unticketed = sequence_of(3, 0.0, Work.PREFILL)
+    again = sequence_of(4, 5.0, Work.PREFILL)
+    again.preempted = True
+    for sequence in (again, sequence_of(6, 3.0), sequence_of(5, 3.0), unticketed, ticketed, preempted):
+        queue.push(sequence)
+    assert order_of(queue) == [1, 2, 5, 6, 3, 4]
+    assert len(queue) == 6
+
+
+def test_parked_ones_wait_for_their_ticket() -> None:
+    queue = WaitingQueue()
+    parked = sequence_of(1, 0.0, Work.PREFILL, start_now=False)
+    queue.push(parked)
+    assert (len(queue), order_of(queue), queue.all()) == (0, [], [parked])
+    queue.remove(parked)
+    parked.ticketed = True
+    queue.push(parked)
+    assert (len(queue), order_of(queue)) == (1, [1])
+
+
+def test_removing_while_iterating() -> None:
+    queue = WaitingQueue()
+    for order in range(6):
+        queue.push(sequence_of(order, 0.0))
+    seen = []
+    for sequence in queue.in_order():
+        seen.append(sequence.order)
+        if sequence.order % 2 == 0:
+            queue.remove(sequence)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert order_of(queue) == [1, 3, 5]
+
+
+def test_removing_finds_the_right_one_among_equal_arrivals() -> None:
+    queue = WaitingQueue()
+    sequences = [sequence_of(order, 1.0) for order in range(5)]
+    for sequence in reversed(sequences):
+        queue.push(sequence)
+    queue.remove(sequences[3])
+    assert order_of(queue) == [0, 1, 2, 4]
