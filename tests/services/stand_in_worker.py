@@ -43,7 +43,9 @@ class Script:
 class StandIn(worker_pb2_grpc.WorkerServicer):
     """One worker. `submits`, `cancels` and `peers` are what gateways sent; `live` what runs."""
 
-    def __init__(self, role: str, name: str, script: Script | None = None, *, pages: int = 1000, **format_: Any) -> None:
+    def __init__(
+        self, role: str, name: str, script: Script | None = None, *, pages: int = 1000, **format_: Any
+    ) -> None:
         self.role, self.name, self.script, self.pages = role, name, script or Script(), pages
         self.identity = draw_identity(name, "test-host")
         self.format = pb.ModelFormat(model="llama", kv_dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=16)

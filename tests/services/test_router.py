@@ -179,9 +179,7 @@ LOADS = st.builds(
     st.integers(1, 200),
     st.dictionaries(st.sampled_from(sorted(NUMBERS.values())), st.integers(0, 20)),
 )
-def test_every_route_can_be_taken(
-    workers: list[WorkerLoad], prompt: int, max_tokens: int, met: dict[int, int]
-) -> None:
+def test_every_route_can_be_taken(workers: list[WorkerLoad], prompt: int, max_tokens: int, met: dict[int, int]) -> None:
     route = choose(workers, prompt, max_tokens, met)
     by_number = {load.incarnation: load for load in workers}
     able = [w for w in workers if not w.draining and prompt + max_tokens <= w.max_tokens]

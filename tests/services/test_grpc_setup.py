@@ -1,0 +1,100 @@
+"""Servers and channels: health, reflection, limits, pings."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from twostroke.services.grpc_setup import add_health_and_reflection, bind, channel_options, create_server, open_channel
+
+from .cluster import refusal
+
+SERVICE = "twostroke.v1.Inference"
+Answer = health_pb2.HealthCheckResponse
+
+
+async def test_health_of_the_process_and_of_its_service_move_together() -> None:
+    server = create_server()
+    health = await add_health_and_reflection(server, (SERVICE,))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service: str) -> int:
+            return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        seen = aiter(watch)
+        assert (await anext(seen)).status == Answer.NOT_SERVING
+        assert [await status(""), await status(SERVICE)] == [Answer.NOT_SERVING] * 2
+        await health.set_serving(True)
+        assert (await anext(seen)).status == Answer.SERVING
+        assert [await status(""), await status(SERVICE)] == [Answer.SERVING] * 2
+        assert health.serving
+        await health.shut_down()
+        await health.set_serving(True)
+        assert (await anext(seen)).status == Answer.NOT_SERVING
+        assert await status("") == Answer.NOT_SERVING
+        assert (
+            await refusal(stub.Check(health_pb2.HealthCheckRequest(service="x")))
+        ).code() is grpc.StatusCode.NOT_FOUND
+        watch.cancel()
+    await server.stop(None)
+
+
+async def test_reflection_names_the_services() -> None:
+    server = create_server()
+    await add_health_and_reflection(server, (SERVICE,))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await anext(aiter(call))
+        names = {service.name for service in answer.list_services_response.service}
+        call.cancel()
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    await server.stop(None)
+
+
+async def test_a_port_is_had_by_one_server() -> None:
+    server = create_server()
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    assert int(address.rpartition(":")[2]) > 0
+    with pytest.raises(RuntimeError):
+        bind(create_server(), address)
+    await server.stop(None)
+
+
+async def test_message_limit() -> None:
+    server = create_server(max_message_bytes=1 << 16)
+    await add_health_and_reflection(server, ())
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        call = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert (await refusal(call(b"x" * (1 << 17)))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop(None)
+
+
+async def test_a_client_that_pings_each_second_keeps_its_stream() -> None:
+    """Default servers end it after three pings (too_many_pings)."""
+    server = create_server()
+    await add_health_and_reflection(server, ())
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    options = [*(option for option in channel_options() if option[0] != "grpc.keepalive_time_ms")]
+    options.append(("grpc.keepalive_time_ms", 1000))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        seen = aiter(watch)
+        await anext(seen)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await anext(seen)
+    await server.stop(None)

@@ -1,0 +1,107 @@
+"""The gateway's end of the worker API against the worker's own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.engine.request import (
+    FinishReason,
+    SamplingParams,
+    SequenceKey,
+    SequenceOutput,
+    SequenceTimings,
+    Token,
+    Work,
+)
+from twostroke.errors import Mismatch
+from twostroke.services.wire import pack_step, read_submit
+from twostroke.services.wire_gateway import make_cancel, make_submit, unpack_step
+from twostroke.v1 import worker_pb2 as pb
+
+GATEWAY = 77
+KEY = SequenceKey(GATEWAY, 5, 0, 2)
+IDS = st.integers(0, (1 << 32) - 1)
+LOGPROBS = st.lists(st.tuples(IDS, st.floats(-100, 0, width=32)), max_size=3).map(tuple)
+MICROS = st.integers(0, 10**9).map(lambda us: us / 1e6)
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> SequenceOutput:
+    logprobs = draw(st.booleans())
+    tokens = draw(st.lists(st.builds(Token, IDS, LOGPROBS if logprobs else st.just(())), max_size=4))
+    return SequenceOutput(
+        SequenceKey(GATEWAY, draw(st.integers(0, 1 << 63)), draw(st.integers(0, 3)), draw(st.integers(0, 9))),
+        draw(IDS),
+        tokens,
+        draw(st.sampled_from([None, *FinishReason])),
+        draw(st.none() | st.builds(SequenceTimings, MICROS, MICROS, MICROS, st.integers(0, 9000))),
+    )
+
+
+@given(st.lists(outputs(), max_size=5))
+def test_a_step_comes_back_as_it_was(made: list[SequenceOutput]) -> None:
+    message = pb.FromWorker.FromString(pack_step(9, made).SerializeToString())
+    assert unpack_step(message.step, GATEWAY) == made
+
+
+@given(
+    st.sampled_from(list(Work)),
+    st.lists(IDS, min_size=1, max_size=5),
+    st.lists(IDS, max_size=3),
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 100, width=32),
+        top_k=st.integers(0, 1 << 31),
+        top_p=st.floats(0, 1, width=32),
+        seed=st.integers(0, (1 << 64) - 1),
+        max_tokens=IDS,
+        stop_token_ids=st.lists(IDS, max_size=3).map(tuple),
+        ignore_eos=st.booleans(),
+        logprobs=st.none() | st.integers(0, 20),
+    ),
+)
+def test_a_submission_arrives_as_it_was(
+    work: Work, prompt: list[int], output: list[int], params: SamplingParams
+) -> None:
+    peer = None if work is Work.ALL else pb.Peer(address="127.0.0.1:1", incarnation=4)
+    made = make_submit(
+        KEY, work, prompt, params, output_ids=output, peer=peer, start_now=True, timeout_s=1.5, cache_salt=b"s"
+    )
+    request, address = read_submit(GATEWAY, pb.Submit.FromString(made.SerializeToString()), 100.0)
+    assert (request.key, request.work, request.params) == (KEY, work, params)
+    assert (request.prompt_ids, request.output_ids) == (prompt, output)
+    assert (request.deadline, request.cache_salt, request.start_now) == (101.5, b"s", True)
+    assert (address is None) == (work is Work.ALL)
+
+
+@pytest.mark.parametrize(("left", "timeout_ms"), [(None, 0), (0.0001, 1), (-3.0, 1), (2.0, 2000)])
+def test_a_deadline_is_never_told_as_none(left: float | None, timeout_ms: int) -> None:
+    assert make_submit(KEY, Work.ALL, [1], SamplingParams(), timeout_s=left).timeout_ms == timeout_ms
+
+
+def test_cancel() -> None:
+    cancel = make_cancel([KEY, SequenceKey(GATEWAY, 6, 0, 0)])
+    assert (list(cancel.requests), list(cancel.attempts)) == ([5, 6], [2, 0])
+
+
+def whole() -> pb.Step:
+    tokens = [Token(7, ((7, -1.0), (8, -2.0))), Token(9, ((9, -1.0), (8, -2.0)))]
+    return pack_step(1, [SequenceOutput(KEY, 0, tokens, None, None)]).step
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["samples", "attempts", "first_indices", "counts", "finishes", "token_ids", "logprob_counts", "logprob_ids"],
+)
+def test_arrays_that_contradict_each_other_are_refused(field: str) -> None:
+    step = whole()
+    getattr(step, field).append(1)
+    with pytest.raises(Mismatch):
+        unpack_step(step, GATEWAY)
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    step = whole()
+    step.finishes[0] = 9
+    with pytest.raises(Mismatch, match="9"):
+        unpack_step(step, GATEWAY)
