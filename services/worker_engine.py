@@ -1,5 +1,6 @@
 """A worker's engine, made ready: model found, KV pool allocated, weights loaded. Blocks for seconds to minutes."""
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_WAIT_S = 10.0
 _MEMORY_RETRY_S = 0.25
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM)
 _WARM_UP_STEPS = 1000
 _WARM_UP_SALT = b"warm-up"
 
@@ -78,13 +80,17 @@ class WorkerEngine:
 
 
 def wait_for_memory(create: Callable[[], SharedPool], wait_s: float = MEMORY_WAIT_S) -> SharedPool:
-    """Tries for `wait_s`: a dead predecessor's memory is free only once its peers let go, and nothing tells when."""
+    """Tries for `wait_s`: a dead predecessor's memory is free only once its peers let go, and nothing tells when.
+
+    Raises ConfigError: at once where it is not room that is lacking.
+    """
     until = time.monotonic() + wait_s
     while True:
         try:
             return create()
         except ConfigError as error:
-            if time.monotonic() >= until:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _NO_ROOM or time.monotonic() >= until:
                 raise
             log.warning("%s; trying again", error.message)
             time.sleep(_MEMORY_RETRY_S)

@@ -5,11 +5,9 @@ import importlib.util
 import random
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -18,29 +16,28 @@ import pytest
 from twostroke.engine.batch import LayerHook, Row
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
-from twostroke.engine.request import FinishReason, SamplingParams, SequenceKey, StepResult, Token, Work
+from twostroke.engine.request import FinishReason, SequenceKey, StepResult, Token, Work
 from twostroke.engine.sequence import State
 from twostroke.errors import Unavailable
 from twostroke.services import sessions as sessions_module
 from twostroke.services.driver import Driver
-from twostroke.services.grpc_setup import bind, create_server, open_channel
+from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.handover import NoHandover, PeerAddress
 from twostroke.services.identity import draw_identity
 from twostroke.services.interceptor import ErrorInterceptor
 from twostroke.services.sessions import Sessions
-from twostroke.services.wire_gateway import make_submit, unpack_step
 from twostroke.services.worker_servicer import WorkerServicer
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 
 VOCABULARY = 1000
 PAGE = 16
-PEER = pb.Peer(address="127.0.0.1:1", incarnation=99)
+PEER = pb.Peer(address="127.0.0.1:1", incarnation=99)  # as the scripted gateway names it
 
 
-def load_fake_runner() -> ModuleType:
-    path = Path(__file__).parent.parent / "engine" / "fake_runner.py"
-    spec = importlib.util.spec_from_file_location("fake_runner", path)
+def load(path: str) -> Any:
+    """A helper module, by its path below `tests`."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent.parent / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +45,8 @@ def load_fake_runner() -> ModuleType:
     return module
 
 
-fake_runner: Any = load_fake_runner()
+fake_runner = load("engine/fake_runner.py")
+Gateway = load("services/scripted_gateway.py").Gateway
 
 
 class GatedRunner(fake_runner.FakeRunner):  # type: ignore[misc]
@@ -149,117 +147,6 @@ async def serving(role: str = "both", *, opened: bool = True, **options: Any) ->
     assert left == []
 
 
-class Gateway:
-    """A scripted gateway: one session, everything that came on it."""
-
-    def __init__(self, worker: Worker, *, incarnation: int = 0, model: str = "tiny", protocol: int = 1) -> None:
-        self.channel = open_channel(worker.address)
-        self.call: Any = worker_pb2_grpc.WorkerStub(self.channel).Session()
-        identity = draw_identity("gateway", "here").message()
-        identity.protocol = protocol
-        identity.incarnation = incarnation or identity.incarnation
-        self.incarnation = identity.incarnation
-        self.hello = pb.ToWorker(hello=pb.GatewayHello(identity=identity, model=model))
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.finishes: dict[int, FinishReason] = {}
-        self.failures: dict[int, pb.Failure] = {}
-        self.steps: list[pb.Step] = []
-        self.statuses: list[pb.Status] = []
-        self.worker_hello: pb.WorkerHello | None = None
-        self.changed = asyncio.Event()
-        self.reader: asyncio.Task[None] | None = None
-        self.writing = asyncio.Lock()
-
-    async def write(self, message: pb.ToWorker) -> None:
-        async with self.writing:  # a call takes one write at a time
-            await self.call.write(message)
-
-    async def __aenter__(self) -> "Gateway":
-        await self.call.write(self.hello)
-        first = await self.call.read()
-        assert first is not grpc.aio.EOF, await self.call.details()
-        self.worker_hello = first.hello
-        self.reader = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        self.call.cancel()
-        if self.reader is not None:
-            self.reader.cancel()
-            await asyncio.gather(self.reader, return_exceptions=True)
-        await self.channel.close()
-
-    async def refusal(self) -> tuple[grpc.StatusCode, str]:
-        """Says hello; how the session was refused."""
-        try:
-            await self.call.write(self.hello)
-            while await self.call.read() is not grpc.aio.EOF:
-                pass
-        except grpc.aio.AioRpcError:
-            pass
-        return await self.status()
-
-    async def status(self) -> tuple[grpc.StatusCode, str]:
-        async with asyncio.timeout(20):
-            result = await self.call.code(), await self.call.details()
-        await self.channel.close()
-        return result
-
-    async def _read(self) -> None:
-        try:
-            while (message := await self.call.read()) is not grpc.aio.EOF:
-                self._note(message)
-                self.changed.set()
-        except grpc.aio.AioRpcError:
-            pass
-        finally:
-            self.changed.set()
-
-    def _note(self, message: pb.FromWorker) -> None:
-        match message.WhichOneof("kind"):
-            case "step":
-                self.steps.append(message.step)
-                for output in unpack_step(message.step, self.incarnation):
-                    number = output.key.request
-                    assert output.first_index == len(self.tokens[number])
-                    self.tokens[number] += [token.token_id for token in output.tokens]
-                    if output.finish is not None:
-                        assert number not in self.finishes
-                        self.finishes[number] = output.finish
-            case "failure":
-                self.failures[message.failure.request] = message.failure
-            case "status":
-                self.statuses.append(message.status)
-
-    def key(self, number: int, attempt: int = 0) -> SequenceKey:
-        return SequenceKey(self.incarnation, number, 0, attempt)
-
-    async def submit(
-        self, number: int, prompt: list[int], count: int, work: Work = Work.ALL, *, attempt: int = 0, **more: Any
-    ) -> None:
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        peer = None if work is Work.ALL else PEER
-        message = make_submit(self.key(number, attempt), work, prompt, params, peer=peer, start_now=True, **more)
-        await self.write(pb.ToWorker(submit=message))
-
-    async def cancel(self, *numbers: int, attempt: int = 0) -> None:
-        await self.write(pb.ToWorker(cancel=pb.Cancel(requests=numbers, attempts=[attempt] * len(numbers))))
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                assert self.reader is not None
-                assert not self.reader.done(), f"the session ended: {await self.call.details()}"
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def finished(self, *numbers: int) -> None:
-        await self.until(lambda: all(n in self.finishes or n in self.failures for n in numbers))
-
-
 def prompt_of(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(VOCABULARY), k=length)
 
@@ -270,7 +157,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 async def test_tokens_stream_one_message_a_step() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         assert gateway.worker_hello is not None
         assert gateway.worker_hello.identity.incarnation == worker.identity.incarnation
         worker.runner.gate.clear()
@@ -290,7 +177,7 @@ async def test_tokens_stream_one_message_a_step() -> None:
 
 
 async def test_statuses_count_and_tell_the_load() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         await gateway.submit(1, prompt_of(1, 40), 5)
         await gateway.until(lambda: gateway.statuses)
@@ -316,38 +203,38 @@ async def test_statuses_count_and_tell_the_load() -> None:
 )
 async def test_gateways_that_do_not_fit_are_refused(options: Any, code: grpc.StatusCode, texts: list[str]) -> None:
     async with serving() as worker:
-        got, details = await Gateway(worker, **options).refusal()
+        got, details = await Gateway(worker.address, **options).refusal()
         assert got is code
         assert all(text in details for text in texts)
 
 
 async def test_no_session_before_the_worker_is_ready_or_while_it_drains() -> None:
     async with serving(opened=False) as worker:
-        assert (await Gateway(worker).refusal())[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await Gateway(worker.address).refusal())[0] is grpc.StatusCode.UNAVAILABLE
         worker.open()
-        async with Gateway(worker, model=""):
+        async with Gateway(worker.address, model=""):
             pass
         worker.sessions.draining = True
-        code, details = await Gateway(worker).refusal()
+        code, details = await Gateway(worker.address).refusal()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "draining" in details
 
 
 async def test_a_session_begins_with_one_hello() -> None:
     async with serving() as worker:
-        gateway = Gateway(worker)
+        gateway = Gateway(worker.address)
         await gateway.call.write(pb.ToWorker(heartbeat=pb.Heartbeat(sequence=1)))
         assert (await gateway.status())[0] is grpc.StatusCode.INVALID_ARGUMENT
-        gateway = Gateway(worker)
+        gateway = Gateway(worker.address)
         await gateway.call.done_writing()
         assert (await gateway.status())[0] is grpc.StatusCode.INVALID_ARGUMENT
-        gateway = await Gateway(worker).__aenter__()
+        gateway = await Gateway(worker.address).__aenter__()
         await gateway.call.write(gateway.hello)
         assert (await gateway.status())[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_decode_gateway_gets_links_opened() -> None:
-    async with serving("decode") as worker, Gateway(worker) as gateway:
+    async with serving("decode") as worker, Gateway(worker.address) as gateway:
         await gateway.call.write(pb.ToWorker(peers=pb.Peers(peers=[PEER, pb.Peer(address="nobody")])))
         await gateway.submit(1, prompt_of(1, 5), 2)
         await gateway.finished(1)
@@ -363,7 +250,7 @@ async def test_a_decode_gateway_gets_links_opened() -> None:
     ],
 )
 async def test_each_role_refuses_what_it_does_not_do(role: str, works: set[Work]) -> None:
-    async with serving(role) as worker, Gateway(worker) as gateway:
+    async with serving(role) as worker, Gateway(worker.address) as gateway:
         for work in Work:
             await gateway.submit(int(work), prompt_of(1, 20), 2, work)
         refused = {int(work) for work in set(Work) - works}
@@ -388,7 +275,7 @@ async def test_bad_submits_fail_alone() -> None:
         8: pb.Submit(work=pb.WORK_ALL, prompt_ids=[1] * 5000, params=params),  # more than the pool
         9: pb.Submit(work=pb.WORK_ALL, prompt_ids=[1], params=params, cache_salt=b"s" * 65),
     }
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         await gateway.submit(100, prompt_of(100, 30), 40)
         for number, submit in bad.items():
             submit.request = number
@@ -402,7 +289,7 @@ async def test_bad_submits_fail_alone() -> None:
 
 
 async def test_the_same_attempt_twice_is_refused_but_a_later_one_runs() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         await gateway.submit(1, prompt_of(1, 20), 5)
         await gateway.submit(1, prompt_of(1, 20), 5)
@@ -418,7 +305,7 @@ async def test_the_same_attempt_twice_is_refused_but_a_later_one_runs() -> None:
 
 
 async def test_a_cancel_spares_later_attempts() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         for attempt in range(3):
             await gateway.submit(1, prompt_of(1, 20), 5, attempt=attempt)
@@ -432,7 +319,7 @@ async def test_a_cancel_spares_later_attempts() -> None:
 async def test_a_replay_goes_on_where_the_output_ended() -> None:
     prompt = prompt_of(1, 21)
     whole = expected(prompt, 30)
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         gateway.tokens[1] = whole[:11]
         await gateway.submit(1, prompt, 30, output_ids=whole[:11])
         await gateway.finished(1)
@@ -441,7 +328,7 @@ async def test_a_replay_goes_on_where_the_output_ended() -> None:
 
 
 async def test_a_deadline_that_passes_is_a_failure() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.pace_s = 0.002
         await gateway.submit(1, prompt_of(1, 20), 3000, timeout_s=0.1)
         await gateway.submit(2, prompt_of(2, 20), 30, timeout_s=1000)
@@ -452,7 +339,7 @@ async def test_a_deadline_that_passes_is_a_failure() -> None:
 
 
 async def test_a_runner_that_fails_fails_its_step_alone() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.fail_with = RuntimeError("a secret of the prompt")
         await gateway.submit(1, prompt_of(1, 20), 5)
         await gateway.finished(1)
@@ -477,8 +364,8 @@ STATES = [
 @pytest.mark.parametrize("lost", [False, True], ids=["cancelled", "session lost"])
 @pytest.mark.parametrize(("role", "work", "state"), STATES)
 async def test_nothing_is_left_from_any_state(role: str, work: Work, state: State, lost: bool) -> None:
-    async with serving(role, max_batch=1) as worker, Gateway(worker) as neighbour:
-        gateway = await Gateway(worker).__aenter__()
+    async with serving(role, max_batch=1) as worker, Gateway(worker.address) as neighbour:
+        gateway = await Gateway(worker.address).__aenter__()
         target = gateway.key(1)
         if state is State.WAITING:
             await neighbour.submit(9, prompt_of(9, 20), 400)
@@ -512,7 +399,7 @@ def arrive(worker: Worker, key: SequenceKey) -> None:
 
 
 async def test_token_0_is_repeated_before_the_tokens_that_follow() -> None:
-    async with serving("decode") as worker, Gateway(worker) as gateway:
+    async with serving("decode") as worker, Gateway(worker.address) as gateway:
         prompt = prompt_of(1, 33)
         await gateway.submit(1, prompt, 8, Work.DECODE)
         await worker.until(lambda: worker.core.state_of(gateway.key(1)) is State.AWAITING)
@@ -523,7 +410,7 @@ async def test_token_0_is_repeated_before_the_tokens_that_follow() -> None:
 
 
 async def test_a_prefill_counts_until_it_is_released() -> None:
-    async with serving("prefill") as worker, Gateway(worker) as gateway:
+    async with serving("prefill") as worker, Gateway(worker.address) as gateway:
         await gateway.submit(1, prompt_of(1, 50), 8, Work.PREFILL)
         await gateway.until(lambda: gateway.tokens[1])
         assert gateway.tokens[1] == expected(prompt_of(1, 50), 1)
@@ -534,11 +421,11 @@ async def test_a_prefill_counts_until_it_is_released() -> None:
 
 async def test_a_later_session_of_the_same_gateway_takes_over() -> None:
     async with serving() as worker:
-        async with Gateway(worker) as first, Gateway(worker) as other:
+        async with Gateway(worker.address) as first, Gateway(worker.address) as other:
             await first.submit(1, prompt_of(1, 20), 2000)
             await other.submit(1, prompt_of(2, 20), 50)
             await first.until(lambda: first.tokens[1])
-            async with Gateway(worker, incarnation=first.incarnation) as second:
+            async with Gateway(worker.address, incarnation=first.incarnation) as second:
                 assert (await first.status())[0] is grpc.StatusCode.UNAVAILABLE
                 await second.submit(2, prompt_of(3, 20), 30)
                 await second.finished(2)
@@ -550,15 +437,15 @@ async def test_a_later_session_of_the_same_gateway_takes_over() -> None:
 
 async def test_too_many_gateways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 1)
-    async with serving() as worker, Gateway(worker) as first:
-        assert (await Gateway(worker).refusal())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        async with Gateway(worker, incarnation=first.incarnation):
+    async with serving() as worker, Gateway(worker.address) as first:
+        assert (await Gateway(worker.address).refusal())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with Gateway(worker.address, incarnation=first.incarnation):
             pass
 
 
 async def test_too_many_sequences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_LIVE", 3)
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         for n in range(5):
             await gateway.submit(n, prompt_of(n, 20), 5)
@@ -571,7 +458,7 @@ async def test_too_many_sequences_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_silent_gateway_is_cut() -> None:
-    async with serving() as worker, Gateway(worker) as silent, Gateway(worker) as lively:
+    async with serving() as worker, Gateway(worker.address) as silent, Gateway(worker.address) as lively:
         await silent.submit(1, prompt_of(1, 20), 2000)
         await silent.until(lambda: silent.tokens[1])
         now = worker.sessions.clock()
@@ -588,7 +475,7 @@ async def test_a_silent_gateway_is_cut() -> None:
 
 
 async def test_a_pause_of_our_own_cuts_nobody() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         now = worker.sessions.clock()
         worker.sessions.clock = lambda: now + 3600
         worker.sessions.beat()
@@ -597,9 +484,9 @@ async def test_a_pause_of_our_own_cuts_nobody() -> None:
 
 
 async def test_a_gateway_that_reads_nothing_is_cut_and_its_neighbour_is_not() -> None:
-    async with serving(buffer_bytes=1 << 16, pages=3000) as worker, Gateway(worker) as neighbour:
+    async with serving(buffer_bytes=1 << 16, pages=3000) as worker, Gateway(worker.address) as neighbour:
         worker.runner.logprobs, worker.runner.pace_s = 200, 0.002  # so that few steps are enough
-        frozen = Gateway(worker)
+        frozen = Gateway(worker.address)
         await frozen.call.write(frozen.hello)
         for n in range(8):
             await frozen.submit(n, prompt_of(n, 20), 4000)
@@ -614,7 +501,7 @@ async def test_a_gateway_that_reads_nothing_is_cut_and_its_neighbour_is_not() ->
 
 
 async def test_draining_lets_go_on_what_runs() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         await gateway.submit(1, prompt_of(1, 20), 50)
         await worker_has(worker, 1)
@@ -631,7 +518,7 @@ async def test_draining_lets_go_on_what_runs() -> None:
 
 
 async def test_draining_cuts_what_takes_too_long() -> None:
-    async with serving() as worker, Gateway(worker) as gateway:
+    async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
         await gateway.submit(1, prompt_of(1, 20), 50)
         await worker_has(worker, 1)
@@ -655,7 +542,7 @@ async def worker_has(worker: Worker, count: int) -> None:
 async def test_a_thousand_requests_cancelled_at_random_moments() -> None:
     random_ = random.Random(5)
     async with serving(pages=120, max_batch=12) as worker:
-        gateways = [await Gateway(worker).__aenter__() for _ in range(3)]
+        gateways = [await Gateway(worker.address).__aenter__() for _ in range(3)]
 
         async def life(number: int) -> None:
             gateway = gateways[number % 3]
