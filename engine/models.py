@@ -34,10 +34,10 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress | No
     """
     if name == EMBEDDED:
         return ensure_embedded(_cache_dir(cache_dir), progress)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):  # which is False, and no error, for names that cannot be a file's
         return check_layout(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         raise ConfigError(
             f"model {name!r} is a GGUF file: convert it first (twostroke convert {name} DIR)", field="model"
         )
@@ -51,9 +51,9 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress | No
 
 def served_name(name: str) -> str:
     """What clients call the model: a hub id without its revision, a directory's last part."""
-    path = Path(name).expanduser()
-    if name != EMBEDDED and path.is_dir():
-        return path.resolve().name
+    path = os.path.expanduser(name)
+    if name != EMBEDDED and os.path.isdir(path):
+        return Path(path).resolve().name
     return name.partition("@")[0]
 
 
