@@ -52,7 +52,7 @@ def main() -> int:
     say("1. The model")
     subprocess.run([TWOSTROKE, "models", "pull"], check=True)
     say("2. The stack: a gateway, a prefill worker, a decode worker")
-    command = [TWOSTROKE, "up", "--json", "--listen", "127.0.0.1:0", "--log-level", "warning"]
+    command = [TWOSTROKE, "up", "--json", "--listen", "127.0.0.1:0", "--log-level", "error"]
     stack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(stack.pid, signal.SIGTERM))
     signal.alarm(START_S)
@@ -61,7 +61,8 @@ def main() -> int:
         signal.alarm(0)
         say(f"3. An answer: twostroke generate --address {address} {QUESTION!r}")
         asked = subprocess.run(
-            [TWOSTROKE, "generate", "--address", address, "--max-tokens", "100", QUESTION], timeout=120
+            [TWOSTROKE, "generate", "--address", address, "--temperature", "0", "--max-tokens", "100", QUESTION],
+            timeout=120,
         )
     finally:
         code = stop(stack)

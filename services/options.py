@@ -7,8 +7,9 @@ from typing import Any, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
+from ..errors import ConfigError
 from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list
-from .settings import Settings, Takes
+from .settings import Settings, Takes, split_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _METAVARS = {"a size": "SIZE", "an address, host:port": "HOST:PORT", "addresses, host:port,host:port": "HOST:PORT,..."}
@@ -59,6 +60,16 @@ def settings_options(*schemas: type[Settings], skip: Collection[str] = ()) -> Ca
         return config(command)
 
     return decorate
+
+
+def address_argument(_: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Callback of an address that is no setting. ConfigError for what is none."""
+    try:
+        split_address(value)
+    except ValueError:
+        message = f"{parameter.name}: got {value!r}, takes an address, host:port"
+        raise ConfigError(message, field=parameter.name) from None
+    return value
 
 
 def given_flags(options: dict[str, Any]) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import ConfigError
+from ..options import address_argument
 
 if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
@@ -26,6 +27,7 @@ COUNT = click.IntRange(0, 2**32 - 1)
     default="127.0.0.1:50051",
     show_default=True,
     metavar="HOST:PORT",
+    callback=address_argument,
     help="The gateway.",
 )
 @click.option("--model", default="", metavar="NAME", help="Served name  [default: whatever it serves]")

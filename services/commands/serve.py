@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from .. import logs
 from ..configure import load, warn_of_unknown_variables
 from ..describe import takes
-from ..options import given_flags, settings_options
+from ..options import address_argument, given_flags, settings_options
 from ..parent import die_with
 from ..settings import GatewaySettings, WorkerSettings
 
@@ -106,7 +106,7 @@ def both(config: Path | None, parent: int | None, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("address", default="127.0.0.1:50051", metavar="[HOST:PORT]")
+@click.argument("address", default="127.0.0.1:50051", metavar="[HOST:PORT]", callback=address_argument)
 @click.option("--service", default="", metavar="NAME", help="Full gRPC service name; default: the process.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 60), default=3.0, show_default=True, help="Seconds.")
 @click.pass_context
