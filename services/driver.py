@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine wakes up no more often than this
 LOAD_S = 0.1  # the load is counted no more often than this while steps run
-CHECK_S = 5.0  # the idle integrity check runs no more often than this
+CHECK_S = 5.0  # the idle integrity check runs no more often than this,
+QUIET_S = 1.0  # not before it has been idle for so long,
+CHECK_SHARE = 100  # and takes no more than one part in so many: it costs O(pages), and a request may come meanwhile
 JOIN_S = 10.0  # a step that takes longer than this at the end is left behind
 
 
@@ -68,7 +70,7 @@ class Driver:
         self._next_tick = 0.0
         self._next_load = 0.0
         self._next_check = 0.0
-        self._unchecked = False  # something happened since the last idle check
+        self._touched: float | None = None  # when something last happened; None: nothing since the last idle check
         handover.attach(self.post, self.emit)
 
     # Any thread
@@ -165,7 +167,7 @@ class Driver:
                 self.load = self.core.load()
                 self._next_load = now + LOAD_S
             if blocked:
-                self._check_when_idle(now)
+                self._check_when_idle(self._clock())
 
     def _run_events(self, *, wait: bool) -> bool:
         """Runs the events that are there now; with `wait`, blocks for the first one until the next tick is due."""
@@ -178,18 +180,20 @@ class Driver:
                     event = self._events.get_nowait()
             except queue.Empty:
                 break
-            happened = self._unchecked = True
+            happened = True
             try:
                 event()
             except Exception:
                 log.exception("an event failed on the engine's thread")
+        if happened:
+            self._touched = self._clock()
         return happened
 
     def _step(self) -> bool:
         """One step. False: it could do nothing, and could not until something happens."""
-        self._unchecked = True
         result = self.core.step(self.handover.hook)
         self.steps += 1
+        self._touched = self._clock()
         result.outputs.extend(self.handover.stepped(result))
         for key, _ in result.failures:
             self._forget(key)
@@ -208,7 +212,8 @@ class Driver:
         for key, _ in expired:
             self._forget(key)
         self._pending.failures.extend(expired)
-        self._unchecked = self._unchecked or bool(expired)
+        if expired:
+            self._touched = now
         self.handover.tick(now)
         released = [key for key in self._prefills if self.core.state_of(key) is None]
         if released:
@@ -255,12 +260,11 @@ class Driver:
     def _check_when_idle(self, now: float) -> None:
         """Once work is over: is every page free or cached, is no ticket left?"""
         load = self.load
-        if not self._unchecked or now < self._next_check:
+        if self._touched is None or now < max(self._next_check, self._touched + min(QUIET_S, self._check_s)):
             return
         if load.running or load.waiting or load.held_pages or self._prefills:
             return
-        self._unchecked = False
-        self._next_check = now + self._check_s
+        self._touched = None
         try:
             self.core.check_integrity(idle=True)
             self.handover.check(idle=True)
@@ -268,6 +272,8 @@ class Driver:
             if self._strict:
                 raise
             log.exception("the idle engine's books are wrong")
+        after = self._clock()
+        self._next_check = after + max(self._check_s, CHECK_SHARE * (after - now) if self._check_s else 0.0)
 
     def _on_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -18,6 +18,8 @@ from .outbox import Outbox
 
 log = logging.getLogger(__name__)
 
+MAX_TRACE = 100  # characters; a W3C traceparent has 55
+
 
 class Owner(Protocol):
     """What a session needs of `Sessions`."""
@@ -135,6 +137,9 @@ class Session:
         except TwostrokeError as error:
             self._send(wire.pack_failure(key, error))
             return
+        log.debug(
+            "%s: %s, %d tokens, traceparent %s", key, request.work.name, len(request.prompt_ids), submit.traceparent
+        )
         self._live.setdefault(key.request, {})[key] = request.work
         self._count += 1
         self._owner.submit(request, peer)
