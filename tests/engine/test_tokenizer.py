@@ -55,6 +55,15 @@ def test_neither_truncated_nor_padded(tiny: ModuleType) -> None:
     assert len(tokenizer.encode("x")) == 1
 
 
+@pytest.mark.parametrize("piece", ["word ", "你好", "1", "a", " ", "\n", "<|im_end|>x"])
+def test_long_texts(smollm2: Tokenizer, piece: str) -> None:
+    """They go another way through the library; the tokens are the same."""
+    text = piece * (3000 // len(piece))
+    inner = smollm2._tokenizer
+    assert smollm2.encode(text) == inner.encode(text).ids
+    assert smollm2.decode(smollm2.encode(text), skip_special=False) == text
+
+
 def test_bad_text_is_refused(smollm2: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate stands at character 3") as caught:
         smollm2.encode("abc\ud800")
