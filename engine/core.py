@@ -223,15 +223,14 @@ class EngineCore:
     def load(self) -> Load:
         """How busy this engine is."""
         roster = self._roster
-        waiting = roster.waiting.all()
-        computing = [s for s in (*waiting, *roster.running.values()) if not s.remote and not s.decoding]
+        prompts = sum(sequence.remaining for sequence in roster.running.values() if not sequence.decoding)
         return Load(
             free_pages=self.pool.free_pages,
             pages=self.pool.usable,
             held_pages=self.pool.held_pages,
             running=roster.in_batch(),
-            waiting=len(waiting),
-            waiting_tokens=sum(sequence.remaining for sequence in computing),
+            waiting=roster.waiting.total(),
+            waiting_tokens=roster.waiting.prompt_tokens + prompts,
             steps=self._steps,
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ..errors import TwostrokeError
 from .block_pool import SINK, BlockPool
+from .request import Work
 from .roster import Roster
 from .sequence import Sequence, State
 
@@ -99,13 +100,18 @@ def _content(roster: Roster, sequence: Sequence, owners: Counter[int]) -> Iterat
 
 
 def _sets(roster: Roster) -> Iterator[str]:
-    """Every live sequence is in the one collection of its state."""
+    """Every live sequence is in the one collection of its state; running counts are right."""
     places = {State.RUNNING: roster.running, State.AWAITING: roster.awaiting, State.HELD: roster.held}
     waiting = {sequence.key: sequence for sequence in roster.waiting.all()}
     for state, place in {**places, State.WAITING: waiting}.items():
         expected = {sequence.key for sequence in roster.live.values() if sequence.state is state}
         if set(place) != expected:
             yield f"{state.value}: {sorted(set(place) ^ expected)} misplaced"
+    tokens = sum(len(sequence.tokens) for sequence in waiting.values() if not sequence.remote)
+    if (roster.waiting.total(), roster.waiting.prompt_tokens) != (len(waiting), tokens):
+        yield "the waiting queue's figures are wrong"
+    if roster.decode_work != sum(sequence.request.work is Work.DECODE for sequence in roster.live.values()):
+        yield "the count of DECODE sequences is wrong"
 
 
 def _leftovers(roster: Roster) -> Iterator[str]:

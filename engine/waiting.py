@@ -11,6 +11,10 @@ def _age(sequence: Sequence) -> tuple[float, int]:
     return sequence.age
 
 
+def _cost(sequence: Sequence) -> int:
+    return 0 if sequence.remote else len(sequence.tokens)
+
+
 class WaitingQueue:
     """Three ranks, each by first arrival: preempted sequences; new ones; PREFILL ones without a ticket.
 
@@ -21,6 +25,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._ranks: tuple[list[Sequence], ...] = ([], [], [])
         self._parked: dict[SequenceKey, Sequence] = {}
+        self.prompt_tokens = 0  # to be computed here, parked sequences' counted in
 
     def __len__(self) -> int:
         """Sequences that could be admitted, parked ones not counted."""
@@ -28,6 +33,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queues it by its age and present standing."""
+        self.prompt_tokens += _cost(sequence)
         if sequence.unticketed and not sequence.request.start_now:
             self._parked[sequence.key] = sequence
             return
@@ -35,10 +41,15 @@ class WaitingQueue:
         insort(self._ranks[sequence.rank], sequence, key=_age)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out, wherever it is; call before its standing changes or after, but before `push`."""
+        """Takes it out, wherever it is; its rank is remembered, so its standing may have changed meanwhile."""
+        self.prompt_tokens -= _cost(sequence)
         if self._parked.pop(sequence.key, None) is None:
             rank = self._ranks[sequence.rank]
             del rank[bisect_left(rank, sequence.age, key=_age)]
+
+    def total(self) -> int:
+        """All waiting sequences, parked ones counted in."""
+        return len(self) + len(self._parked)
 
     def in_order(self) -> Iterator[Sequence]:
         """The admissible ones, first to be admitted first. Removing the one just yielded is allowed."""

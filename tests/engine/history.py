@@ -296,6 +296,7 @@ class Walk:
             eos=choose([frozenset(), frozenset(range(0, 997, 9))]),
             context=choose([30, 500]),
         )
+        self._works = choose([list(Work), [Work.ALL], [Work.PREFILL], [Work.DECODE], [Work.PREFILL, Work.ALL]])
         for event in self._random.choices(list(EVENTS), list(EVENTS.values()), k=events):
             if event is not History.add or len(self.history.keys()) < 20:
                 event(self.history, **self._arguments(event))
@@ -304,7 +305,7 @@ class Walk:
     def _arguments(self, event: Callable[..., None]) -> dict[str, Any]:
         draw, choose = self._random.randint, self._random.choice
         arguments = {
-            "work": choose(list(Work)),
+            "work": choose(self._works),
             "branches": [draw(0, LETTERS - 1) for _ in range(draw(1, 3))],
             "length": draw(0, 1 << 16),
             "max_tokens": draw(0, 1 << 16),

@@ -30,7 +30,7 @@ class TestOrder:
         engine.step()
         assert states(engine, first, large, small) == [State.RUNNING, State.WAITING, State.WAITING]
         engine.drain()
-        assert list(engine.ends)[0] == first
+        assert next(iter(engine.ends)) == first
         engine.check_outputs()
 
     def test_preempted_ones_come_before_new_ones_of_any_age(self) -> None:
@@ -142,7 +142,7 @@ class TestSharing:
         for number in range(2):
             engine.add(number, prompt_of(8), max_tokens=3)
             engine.drain()
-        first = [step[0] for step in engine.runner.steps if step[0][0] == engine.key(1)][0]
+        first = next(step[0] for step in engine.runner.steps if step[0][0] == engine.key(1))
         assert first[1:] == (4, 4), "8 tokens are cached, but the last page is run again for its logits"
         engine.check_outputs()
 

@@ -37,16 +37,16 @@ def test_many_generated_histories() -> None:
 
 def test_long_histories() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(60):
         walk = Walk(seed)
-        walk.run(300)
+        walk.run(250)
         engine = walk.history.engine
         seen["ended"] += len(engine.ends)
         seen["found a prefix"] += sum(1 for o in engine.firsts.values() if o.timings and o.timings.cached_tokens)
         seen["reserved"] += len(engine.reserved)
         for work in Work:
             seen[f"preempted {work.name}"] += sum(engine.requests[key].work is work for key in engine.preempted)
-    assert min(seen.values()) > 40, seen
+    assert min(seen.values()) > 25, seen
 
 
 @pytest.mark.slow

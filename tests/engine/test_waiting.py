@@ -33,7 +33,7 @@ def test_parked_ones_wait_for_their_ticket() -> None:
     queue = WaitingQueue()
     parked = sequence_of(1, 0.0, Work.PREFILL, start_now=False)
     queue.push(parked)
-    assert (len(queue), order_of(queue), queue.all()) == (0, [], [parked])
+    assert (len(queue), queue.total(), order_of(queue), queue.all()) == (0, 1, [], [parked])
     queue.remove(parked)
     parked.ticketed = True
     queue.push(parked)
@@ -51,6 +51,25 @@ def test_removing_while_iterating() -> None:
             queue.remove(sequence)
     assert seen == [0, 1, 2, 3, 4, 5]
     assert order_of(queue) == [1, 3, 5]
+
+
+def test_counts_the_prompt_tokens_to_be_computed_here() -> None:
+    queue = WaitingQueue()
+    local, remote, parked = (
+        sequence_of(1, 0.0),
+        sequence_of(2, 0.0, Work.DECODE),
+        sequence_of(3, 0.0, Work.PREFILL, start_now=False),
+    )
+    for sequence in (local, remote, parked):
+        queue.push(sequence)
+    assert queue.prompt_tokens == 2
+    queue.remove(remote)
+    remote.preempted = True  # it will compute its KV itself
+    queue.push(remote)
+    assert queue.prompt_tokens == 3
+    for sequence in (local, remote, parked):
+        queue.remove(sequence)
+    assert (queue.prompt_tokens, queue.total()) == (0, 0)
 
 
 def test_removing_finds_the_right_one_among_equal_arrivals() -> None:
