@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 
 from ..engine.core import EngineCore, Load
 from ..engine.request import Request, SequenceKey, StepResult, Work
-from ..errors import InvalidRequest, TwostrokeError, Unavailable
+from ..errors import InvalidRequest, TwostrokeError
+from .calls import Calls
 from .handover import Handover, PeerAddress
+from .idle_check import CHECK_S, IdleCheck
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine wakes up no more often than this
 LOAD_S = 0.1  # the load is counted no more often than this while steps run
-CHECK_S = 5.0  # the idle integrity check runs no more often than this,
-QUIET_S = 1.0  # not before it has been idle for so long,
-CHECK_SHARE = 100  # and takes no more than one part in so many: it costs O(pages), and a request may come meanwhile
 JOIN_S = 10.0  # a step that takes longer than this at the end is left behind
 
 
@@ -59,18 +58,15 @@ class Driver:
         self._on_result = on_result
         self._on_released = on_released
         self._clock = clock
-        self._check_s = check_s
-        self._strict = strict
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        self._calls: set[asyncio.Future[Any]] = set()  # the loop's
+        self._calls = Calls(loop, self.post, self._on_loop)
         self._pending = StepResult()  # what events brought about; the engine thread's, like all below
         self._prefills: set[SequenceKey] = set()  # PREFILL sequences, which outlive their token
         self._next_tick = 0.0
         self._next_load = 0.0
-        self._next_check = 0.0
-        self._touched: float | None = None  # when something last happened; None: nothing since the last idle check
+        self._idle_check = IdleCheck(core, handover, clock, check_s=check_s, strict=strict)
         handover.attach(self.post, self.emit)
 
     # Any thread
@@ -97,22 +93,7 @@ class Driver:
 
     async def call(self, fn: Callable[[], T]) -> T:
         """Runs `fn` on the engine thread between steps. Raises what it raises; Unavailable once the thread ended."""
-        if self.ended.is_set():
-            raise Unavailable("the engine has stopped")
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-
-        def event() -> None:
-            try:
-                value = fn()
-            except BaseException as error:
-                self._on_loop(_fail, future, error)
-            else:
-                self._on_loop(_answer, future, value)
-
-        self.post(event)
-        return await future
+        return await self._calls.call(fn)
 
     async def stop(self) -> None:
         """Ends the thread after its current step. Idempotent; a thread that failed or never started is no error."""
@@ -130,8 +111,7 @@ class Driver:
 
     def _end(self) -> None:
         self.ended.set()
-        for future in tuple(self._calls):
-            _fail(future, Unavailable("the engine has stopped"))
+        self._calls.end()
 
     # The engine thread
 
@@ -149,8 +129,7 @@ class Driver:
         self._on_loop(self._end)
 
     def _turn(self) -> None:
-        now = self._clock()
-        self._next_tick, self._next_check = now + TICK_S, now
+        self._next_tick = self._clock() + TICK_S
         blocked = True  # until something happens, a step could do nothing
         while not self._stopping:
             if self._run_events(wait=blocked):
@@ -167,7 +146,7 @@ class Driver:
                 self.load = self.core.load()
                 self._next_load = now + LOAD_S
             if blocked:
-                self._check_when_idle(self._clock())
+                self._check_when_idle()
 
     def _run_events(self, *, wait: bool) -> bool:
         """Runs the events that are there now; with `wait`, blocks for the first one until the next tick is due."""
@@ -186,14 +165,14 @@ class Driver:
             except Exception:
                 log.exception("an event failed on the engine's thread")
         if happened:
-            self._touched = self._clock()
+            self._idle_check.touch()
         return happened
 
     def _step(self) -> bool:
         """One step. False: it could do nothing, and could not until something happens."""
         result = self.core.step(self.handover.hook)
         self.steps += 1
-        self._touched = self._clock()
+        self._idle_check.touch()
         result.outputs.extend(self.handover.stepped(result))
         for key, _ in result.failures:
             self._forget(key)
@@ -213,7 +192,7 @@ class Driver:
             self._forget(key)
         self._pending.failures.extend(expired)
         if expired:
-            self._touched = now
+            self._idle_check.touch()
         self.handover.tick(now)
         released = [key for key in self._prefills if self.core.state_of(key) is None]
         if released:
@@ -257,36 +236,13 @@ class Driver:
         self._prefills.discard(key)
         self.handover.gone(key)
 
-    def _check_when_idle(self, now: float) -> None:
-        """Once work is over: is every page free or cached, is no ticket left?"""
+    def _check_when_idle(self) -> None:
         load = self.load
-        if self._touched is None or now < max(self._next_check, self._touched + min(QUIET_S, self._check_s)):
-            return
-        if load.running or load.waiting or load.held_pages or self._prefills:
-            return
-        self._touched = None
-        try:
-            self.core.check_integrity(idle=True)
-            self.handover.check(idle=True)
-        except Exception:
-            if self._strict:
-                raise
-            log.exception("the idle engine's books are wrong")
-        after = self._clock()
-        self._next_check = after + max(self._check_s, CHECK_SHARE * (after - now) if self._check_s else 0.0)
+        if not (load.running or load.waiting or load.held_pages or self._prefills):
+            self._idle_check.run_if_due()
 
     def _on_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to tell
             self._stopping = True
-
-
-def _answer(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
