@@ -178,7 +178,7 @@ class Driver:
             self._forget(key)
         for output in result.outputs:
             if output.finish is not None and self.core.state_of(output.key) is None:  # a PREFILL one may be held
-                self._forget(output.key)
+                self.handover.gone(output.key)
         happened = bool(self._pending.outputs or self._pending.failures)
         self._pending.outputs[:0] = result.outputs
         self._pending.failures[:0] = result.failures
@@ -229,8 +229,11 @@ class Driver:
 
     def _drop(self, keys: tuple[SequenceKey, ...]) -> None:
         for key in keys:
-            self.core.cancel(key)
-            self._forget(key)
+            try:
+                self.core.cancel(key)
+                self._forget(key)
+            except Exception:  # a fault of ours; the others must not stay because of it
+                log.exception("a sequence could not be dropped")
 
     def _forget(self, key: SequenceKey) -> None:
         self._prefills.discard(key)

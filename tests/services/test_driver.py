@@ -279,6 +279,19 @@ async def test_drop_frees_in_the_engine_and_the_handover(bench: Bench) -> None:
     assert bench.seen() == []
 
 
+async def test_a_drop_that_fails_spares_the_others(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def cancel(dropped: SequenceKey) -> bool:
+        if dropped == key(1):
+            raise KeyError(dropped)
+        return True
+
+    bench.core.cancel = cancel  # type: ignore[method-assign]
+    bench.driver.drop([key(1), key(2)])
+    await bench.settled()
+    assert ("gone", key(2)) in bench.handover.calls
+    assert "could not be dropped" in caplog.text
+
+
 async def test_expired_sequences_are_failures_and_gone(bench: Bench) -> None:
     bench.core.expired = [(key(3), DeadlineExceeded("late"))]
     async with asyncio.timeout(10):
@@ -320,10 +333,12 @@ async def test_a_released_prefill_is_told_once(bench: Bench) -> None:
     await bench.settled()
     assert ("check", True) not in bench.core.calls  # held pages are no idleness
     bench.driver.drop([key(0)])
-    bench.driver.post(lambda: bench.core.states.pop(key(1)) and None)
+    last = StepResult(outputs=[output(2, finish=FinishReason.LENGTH)], progress=True)
+    bench.driver.post(lambda: bench.core.steps.append(last))
+    bench.driver.post(lambda: bench.core.states.clear())
     async with asyncio.timeout(10):
         await told.wait()
-    assert released == [[key(1)]]
+    assert [sorted(keys) for keys in released] == [[key(1), key(2)]]
 
 
 async def test_what_events_emit_leaves_before_the_next_step(bench: Bench) -> None:
