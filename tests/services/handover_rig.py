@@ -227,8 +227,12 @@ class PrefillWorker(Worker):
     async def start(self) -> None:
         """Starts engine and server."""
         self.driver.start()
+        await self.start_server()
+
+    async def start_server(self, links: LinkServer | None = None) -> None:
+        """Starts a server, at the address of the last one."""
         self.server = create_server([ErrorInterceptor()])
-        worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self.links), self.server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(links or self.links), self.server)
         self.address = bind(self.server, self.address)
         await self.server.start()
 

@@ -150,23 +150,18 @@ async def test_a_prefill_worker_that_comes_back_as_another(tmp_path: Path) -> No
             d.submit(decode, old.peer)
             await d.ended(decode.key)
             assert isinstance(d.failures[decode.key], HandoverExpired)
+            never = PeerAddress(new.peer.address, new.peer.incarnation ^ 1)  # gone before there was a link
+            _, decode = halves(4, [1, 2, 3], 3, never.incarnation)
+            d.submit(decode, never)
+            await d.ended(decode.key)
+            assert "incarnation" in str(d.failures[decode.key])
             await d.all_whole()
 
 
-async def test_one_that_was_gone_before_the_first_link(tmp_path: Path) -> None:
-    async with started(DecodeWorker("d", tmp_path, 65, 10.0)) as d, child("prefill", tmp_path) as new:
-        stale = PeerAddress(new.peer.address, new.peer.incarnation ^ 1)
-        _, decode = halves(1, [1, 2, 3], 3, stale.incarnation)
-        d.submit(decode, stale)
-        await d.ended(decode.key)
-        assert "incarnation" in str(d.failures[decode.key])
-        await d.all_whole()
-
-
-async def test_a_prefill_worker_that_pauses_loses_nothing(tmp_path: Path) -> None:
+async def test_a_prefill_worker_that_pauses_loses_nothing_and_a_frozen_one_is_fenced(tmp_path: Path) -> None:
     async with (
         child("prefill", tmp_path, layer_s=0.01) as p,
-        started(DecodeWorker("d", tmp_path, 65, 10.0)) as d,
+        started(DecodeWorker("d", tmp_path, 65, 3.0)) as d,
     ):
         prompts = [random_prompt(seed, 60) for seed in range(3)]
         keys = [start(p, d, seed, prompt, 20) for seed, prompt in enumerate(prompts)]
@@ -179,13 +174,7 @@ async def test_a_prefill_worker_that_pauses_loses_nothing(tmp_path: Path) -> Non
             assert d.tokens[key] == expected_tokens(prompt, 20)
         await d.all_whole()
 
-
-async def test_a_frozen_prefill_worker_is_fenced(tmp_path: Path) -> None:
-    async with (
-        child("prefill", tmp_path, layer_s=0.01) as p,
-        started(DecodeWorker("d", tmp_path, 65, 1.0)) as d,
-    ):
-        key = start(p, d, 1, random_prompt(1, 200), 20)
+        key = start(p, d, 9, random_prompt(1, 200), 20)
         await d.settled(lambda: d.core.load().held_pages > 0)
         p.process.send_signal(signal.SIGSTOP)
         await d.ended(key)
@@ -252,26 +241,9 @@ async def test_a_killed_decode_worker(tmp_path: Path) -> None:
             await p.all_whole()
 
 
-async def test_a_frozen_decode_worker_is_fenced(tmp_path: Path) -> None:
+async def test_a_decode_worker_that_pauses_loses_nothing_and_a_frozen_one_is_fenced(tmp_path: Path) -> None:
     async with (
-        started(PrefillWorker("p", tmp_path, 65, 1.0)) as p,
-        child("decode", tmp_path) as d,
-    ):
-        start(p, d, 1, [1, 2, 3], 3)
-        await d.said()
-        await d.said()
-        d.process.send_signal(signal.SIGSTOP)
-        prefill, _ = halves(2, random_prompt(3, 60), 5, p.peer.incarnation)
-        p.submit(prefill, d.peer)
-        await p.until(lambda: prefill.key in p.tokens)
-        assert await d.gone() == -signal.SIGKILL
-        await p.settled(lambda: not maps(d.peer.incarnation))
-        await p.all_whole()
-
-
-async def test_a_decode_worker_that_pauses_loses_nothing(tmp_path: Path) -> None:
-    async with (
-        started(PrefillWorker("p", tmp_path, 65, 10.0, token_budget=16)) as p,
+        started(PrefillWorker("p", tmp_path, 65, 3.0, token_budget=16)) as p,
         child("decode", tmp_path, layer_s=0.002) as d,
     ):
         prompts = [random_prompt(seed, 70) for seed in range(3)]
@@ -287,4 +259,12 @@ async def test_a_decode_worker_that_pauses_loses_nothing(tmp_path: Path) -> None
             if line["event"] == "ended":
                 ended[line["number"]] = line["tokens"]
         assert ended == {seed: expected_tokens(prompt, 12) for seed, prompt in enumerate(prompts)}
+        await p.all_whole()
+
+        d.process.send_signal(signal.SIGSTOP)
+        prefill, _ = halves(9, random_prompt(3, 60), 5, p.peer.incarnation)
+        p.submit(prefill, d.peer)
+        await p.until(lambda: prefill.key in p.tokens)
+        assert await d.gone() == -signal.SIGKILL
+        await p.settled(lambda: not maps(d.peer.incarnation))
         await p.all_whole()
