@@ -72,11 +72,6 @@ class Fleet:
         """Whether requests can be served."""
         return self.count(Role.DECODE, Role.BOTH) > 0
 
-    @property
-    def can_prefill(self) -> bool:
-        """Whether prompts are computed apart from decode workers."""
-        return self.count(Role.PREFILL, Role.BOTH) > 0
-
     def largest(self) -> int:
         """The most tokens of prompt and output that any decoding worker takes; Unavailable where there is none."""
         sizes = [load.max_tokens for load in self.loads() if load.role is not Role.PREFILL and not load.draining]

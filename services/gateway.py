@@ -91,7 +91,6 @@ class Gateway:
 
     async def _tell_health(self, health: Health) -> None:
         """SERVING while a worker can decode."""
-        prefill_was_missing = False
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -99,10 +98,6 @@ class Gateway:
             if serving != health.serving:
                 logger.info("requests can be served" if serving else "requests cannot be served: no decode worker")
             await health.set_serving(serving)
-            missing = serving and not self.fleet.can_prefill
-            if missing and not prefill_was_missing:
-                logger.warning("no prefill worker: decode workers compute prompts themselves, slower")
-            prefill_was_missing = missing
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
         """Admits nothing more and lets streams end, up to `seconds` or until `hurry`; then ends the rest."""

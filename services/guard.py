@@ -39,8 +39,8 @@ class Guard:
                 self._watch.cancel()
 
     def end(self, error: TwostrokeError) -> None:
-        """Makes the body end with this error, wherever it waits."""
-        if self._scope is not None and not self._scope.expired():
+        """Makes the body end with this error, wherever it waits; the first one counts."""
+        if self._scope is not None and self._error is None and not self._scope.expired():
             self._error = error
             self._scope.reschedule(self._loop.time())
 

@@ -21,7 +21,7 @@ from .flight import Flight, Part
 from .generation import GenerationRequest, Input, Piece, Send
 from .guard import Guard
 from .inbox import Inbox
-from .router import MAX_HASHES, PrefixAffinity, Route, choose, prefix_hashes
+from .router import MAX_HASHES, PrefixAffinity, Role, Route, choose, prefix_hashes
 from .served_model import ServedModel
 from .validation import check_input, check_length, clean_traceparent, output_limit, validate
 from .wire_gateway import make_submit
@@ -68,6 +68,7 @@ class Lifecycle:
         self._affinity = PrefixAffinity(AFFINITY_PAGES)
         self._numbers = count(1)
         self._guards: set[Guard] = set()
+        self._prefill_missed = False
 
     async def generate(self, request: GenerationRequest, send: Send) -> None:
         """Runs a request; `send` gets the pieces of its answer. Raises what the caller shall be told."""
@@ -160,6 +161,7 @@ class Lifecycle:
             raise self.fleet.unavailable()
         self._affinity.record(hashes, [worker for worker in (route.prefill, route.decode) if worker is not None])
         decode = self.fleet.session(route.decode)
+        self._tell_mode(alone=route.prefill is None and decode.load.role is Role.DECODE)
         if route.prefill is None:
             part = Part(decode, prefills=True, decodes=True, tokens=route.prefill_tokens, pages=route.pages)
             flight.launch(part, self._submit(flight.key, job, Work.ALL, None, route))
@@ -169,6 +171,14 @@ class Lifecycle:
         flight.launch(part, self._submit(flight.key, job, Work.PREFILL, decode.peer, route))
         part = Part(decode, prefills=False, decodes=True, tokens=0, pages=route.pages)
         flight.launch(part, self._submit(flight.key, job, Work.DECODE, prefill.peer, route))
+
+    def _tell_mode(self, *, alone: bool) -> None:
+        """Says once when decode workers begin to compute prompts themselves, and when that is over."""
+        if alone and not self._prefill_missed:
+            logger.warning("no prefill worker: decode workers compute prompts themselves, slower")
+        elif self._prefill_missed and not alone:
+            logger.info("prompts are computed by prefill workers again")
+        self._prefill_missed = alone
 
     def _submit(self, key: SequenceKey, job: _Job, work: Work, peer: pb.Peer | None, route: Route) -> pb.Submit:
         return make_submit(

@@ -60,7 +60,7 @@ async def cluster(
     """Starts the workers, the gateway, and waits until `connected` (all) of them are met; ends all of it."""
     before = asyncio.all_tasks()
     addresses = [await worker.start() for worker in workers]
-    chosen = GatewaySettings(model=str(model_dir), listen="127.0.0.1:0", workers=addresses, **settings)
+    chosen = GatewaySettings(model=str(model_dir), listen="127.0.0.1:0", **{"workers": addresses, **settings})
     gateway = Gateway(chosen, load_model(chosen))
     address = await gateway.start()
     try:

@@ -1,7 +1,7 @@
 """A stand-in for a worker: the real worker API over real gRPC, without an engine; its tokens follow a script.
 
 In a test's own loop (`StandIn(...).start()`), or as a process that can be killed:
-python stand_in_worker.py ROLE NAME [PAUSE_S]: it prints its address.
+python stand_in_worker.py ROLE NAME PAUSE_S ADDRESS: it prints its address.
 """
 
 import asyncio
@@ -79,7 +79,13 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         for task in self.live.values():
             task.cancel()
         if self._server is not None:
-            await self._server.stop(None)
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can be connected to."""
+        return self._server is not None
 
     def hello(self) -> pb.WorkerHello:
         return pb.WorkerHello(
@@ -204,10 +210,10 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         return ((token, -0.5), *((other, -1.0 - other) for other in range(submit.params.logprobs)))
 
 
-async def main(role: str, name: str, pause_s: str = "0") -> None:
+async def main(role: str, name: str, pause_s: str, address: str) -> None:
     """Until killed."""
     worker = StandIn(role, name, Script(tokens=[10 + i % 200 for i in range(1500)], pause_s=float(pause_s)))
-    print(await worker.start(), flush=True)
+    print(await worker.start(address), flush=True)
     await asyncio.Event().wait()
 
 
