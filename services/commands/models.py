@@ -22,15 +22,21 @@ models_dir_option = click.option(
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Bars on stderr, one a stage; the function is told (stage, done, total), total 0 while unknown."""
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=None)
-            bars.update(tasks[stage], completed=done, total=total or None)
+    def report(stage: str, done: int, total: int) -> None:
+        if not tasks:  # nothing is drawn where nothing is done
+            bars.start()
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=None)
+        bars.update(tasks[stage], completed=done, total=total or None)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            bars.stop()
 
 
 def _models_dir(given: str | None) -> Path | None:
