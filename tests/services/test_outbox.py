@@ -28,7 +28,7 @@ async def test_first_in_first_out_while_both_sides_run() -> None:
     box = Outbox[Blob](10)
     reader = asyncio.create_task(taken(box))
     for name in range(100):
-        while not box.put(Blob(3, name)):  # noqa: ASYNC110 - the box has no event for its writer, who never waits
+        while not box.put(Blob(3, name)):
             await asyncio.sleep(0)
     box.close(flush=True)
     assert await reader == list(range(100))

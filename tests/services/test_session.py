@@ -107,7 +107,7 @@ class Worker:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Asks again and again on the engine's thread."""
         async with asyncio.timeout(20):
-            while not await self.driver.call(condition):  # noqa: ASYNC110 - the engine tells nobody
+            while not await self.driver.call(condition):
                 await asyncio.sleep(0.005)
 
     async def empty(self) -> None:
@@ -116,7 +116,7 @@ class Worker:
         await self.until(lambda: self.core.load().free_pages == self.core.pool.usable)
         await self.call(lambda: self.core.check_integrity(idle=True))
         async with asyncio.timeout(20):
-            while self.sessions.live:  # noqa: ASYNC110
+            while self.sessions.live:
                 await asyncio.sleep(0.01)
 
 
@@ -535,7 +535,7 @@ async def test_an_idle_worker_drains_at_once() -> None:
 
 async def worker_has(worker: Worker, count: int) -> None:
     async with asyncio.timeout(20):
-        while worker.sessions.live < count:  # noqa: ASYNC110
+        while worker.sessions.live < count:
             await asyncio.sleep(0.005)
 
 
