@@ -51,8 +51,8 @@ def test_long_histories() -> None:
 
 @pytest.mark.slow
 def test_very_long_histories() -> None:
-    for seed in range(1000, 1300):
-        Walk(seed).run(1000)
+    for seed in range(1000, 1100):
+        Walk(seed).run(800)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
