@@ -11,6 +11,8 @@ from .inbox import Event, Failed, Gone, Inbox, Output
 from .merge import Merger
 from .worker_session import RETRY_S, WorkerSession
 
+EXPIRED = ("expired", "in time")  # of a lost hand-over: its time ran out; otherwise its writer is gone
+
 
 @dataclass(slots=True)
 class Part:
@@ -141,7 +143,7 @@ class Flight:
             return Unavailable(text, retry_after_s=RETRY_S)
         if code == pb.FAILURE_CODE_WRITER_LOST:
             writer_lost = any(other.prefills and other.lost for other in self._parts.values())
-            if "expired" in message.lower() and not writer_lost:
+            if not writer_lost and any(word in message for word in EXPIRED):
                 return HandoverExpired(text)
             return Unavailable(text, retry_after_s=RETRY_S)
         return TwostrokeError(text)

@@ -59,8 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.TokenizeResponse:
         """The ids that Generate would run, and their texts."""
         ids = await self._lifecycle.tokenize(request.model, read_input(request.input))
-        text = self._lifecycle.model.tokenizer.token_text
-        return pb.TokenizeResponse(token_ids=ids, tokens=[text(token) for token in ids])
+        return pb.TokenizeResponse(token_ids=ids, tokens=await self._lifecycle.model.token_texts(ids))
 
     async def GetModel(  # noqa: N802 - gRPC's name
         self, request: pb.GetModelRequest, context: ModelContext

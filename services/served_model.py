@@ -80,6 +80,15 @@ class ServedModel:
             raise InvalidRequest("the input has no tokens", field="input")
         return ids
 
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; many on a thread."""
+        if len(ids) <= INLINE_CHARACTERS:
+            return self._texts(ids)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._texts, ids)
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.token_text(token) for token in ids]
+
     def _encode(self, source: TextInput | ChatInput) -> list[int]:
         if isinstance(source, TextInput):
             return self.tokenizer.encode(source.text)

@@ -89,7 +89,7 @@ async def test_chat_goes_through_the_template(tiny_llama_dir: Path) -> None:
 async def test_tokenize(tiny_llama_dir: Path) -> None:
     tokenizer = Tokenizer.from_dir(tiny_llama_dir)
     async with cluster(tiny_llama_dir) as it:
-        for text in ("the cat é", "the cat " * 500):
+        for text in ("the cat é", "the cat " * 500, "x" * 4000):
             answer = await it.stub.Tokenize(pb.TokenizeRequest(model="llama", input=pb.Input(text=text)))
             assert list(answer.token_ids) == tokenizer.encode(text)
             assert list(answer.tokens) == [tokenizer.token_text(id_) for id_ in answer.token_ids]
