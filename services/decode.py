@@ -1,11 +1,9 @@
 """The decode side of the hand-over: `EngineCore` and `Reader` joined; reserved pages become tickets, then KV."""
 
-import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -27,28 +25,11 @@ from ..kernels.digest import pool_digests
 from ..kvtransfer.messages import Arrived, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
 from ..kvtransfer.reader import Reader
 from .handover import Emit, PeerAddress, Post
+from .known_writers import KnownWriters
 from .kv_pool import pool_bytes
-from .link_client import WriterEvents
+from .link_events import WriterLinks
 
-log = logging.getLogger(__name__)
-
-_REMEMBERED = 4096  # incarnations that are gone
-
-
-class WriterLinks(Protocol):
-    """What the decode side needs of its links: `LinkClient`."""
-
-    def attach(self, events: WriterEvents) -> None:
-        """Where events go."""
-        ...
-
-    def want(self, peers: Iterable[PeerAddress]) -> None:
-        """Links with these shall stand."""
-        ...
-
-    def send(self, batches: Mapping[int, Sequence[FromReader]]) -> None:
-        """Messages for writers."""
-        ...
+_DIED = "the prefill worker died"
 
 
 @dataclass(slots=True)
@@ -89,9 +70,7 @@ class DecodeHandover:
         self._post: Post
         self._emit: Emit
         self._awaited: dict[SequenceKey, _Awaited] = {}
-        self._up: set[int] = set()
-        self._known: set[int] = set()  # a link stood once: they may hold tickets
-        self._gone: OrderedDict[int, str] = OrderedDict()  # and why
+        self._writers = KnownWriters()
         self._outbox: dict[int, list[FromReader]] = {}
         self._result = StepResult()
 
@@ -138,9 +117,9 @@ class DecodeHandover:
             self._result.failures.append((key, InvalidRequest("the prefill worker is not named", field="peer")))
         else:
             self._awaited[key] = _Awaited(peer, len(request.output_ids))
-            if peer.incarnation in self._gone:
-                self._lose(key, self._gone[peer.incarnation])
-            elif peer.incarnation not in self._up:
+            if (reason := self._writers.why_gone(peer.incarnation)) is not None:
+                self._lose(key, reason)
+            elif not self._writers.linked(peer.incarnation):
                 self._links.want((peer,))
         self._flush()
 
@@ -156,9 +135,9 @@ class DecodeHandover:
             awaited = self._awaited.get(reservation.key)
             if awaited is None:
                 self._core.cancel(reservation.key)
-            elif reservation.writer in self._gone:
-                self._lose(reservation.key, self._gone[reservation.writer])
-            elif reservation.writer in self._known:
+            elif (reason := self._writers.why_gone(reservation.writer)) is not None:
+                self._lose(reservation.key, reason)
+            elif self._writers.met(reservation.writer):
                 self._open(reservation)
             else:
                 awaited.unsent = reservation
@@ -180,8 +159,7 @@ class DecodeHandover:
     # Engine thread: events of links
 
     def _on_up(self, writer: int) -> None:
-        self._known.add(writer)
-        self._up.add(writer)
+        self._writers.up(writer)
         self._run(self.reader.writer_up(writer, self._clock()))
         for awaited in self._of(writer).values():
             if awaited.unsent is not None:
@@ -190,42 +168,34 @@ class DecodeHandover:
         self._flush()
 
     def _on_down(self, writer: int) -> None:
-        self._up.discard(writer)
+        self._writers.down(writer)
         self._run(self.reader.writer_down(writer, self._clock()))
         self._flush()
 
     def _on_dead(self, writer: int) -> None:
-        self._up.discard(writer)
-        self._known.discard(writer)
-        self._forsake(writer, "the prefill worker died")
+        self._writers.gone(writer, _DIED, dead=True)
         self._run(self.reader.writer_dead(writer))
         for key in self._of(writer):
-            self._lose(key, "the prefill worker died")
+            self._lose(key, _DIED)
         self._flush()
 
     def _on_refused(self, writer: int, reason: str, final: bool) -> None:
         """No link with it, now or (`final`) ever."""
         if final:
-            self._forsake(writer, reason)
-        if final or writer not in self._known:
+            self._writers.gone(writer, reason, dead=False)
+        if final or not self._writers.met(writer):
             for key in self._of(writer):
                 self._lose(key, reason)
         self._flush()
 
     def _on_message(self, writer: int, message: FromWriter) -> None:
-        if writer not in self._gone:
-            self._run(self.reader.receive(writer, message, self._clock()))
-            self._flush()
+        self._run(self.reader.receive(writer, message, self._clock()))
+        self._flush()
 
     # What they have in common
 
     def _of(self, writer: int) -> dict[SequenceKey, _Awaited]:
         return {key: awaited for key, awaited in self._awaited.items() if awaited.peer.incarnation == writer}
-
-    def _forsake(self, writer: int, reason: str) -> None:
-        self._gone[writer] = reason
-        if len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
 
     def _open(self, reservation: Reservation) -> None:
         writer, pages = reservation.writer, reservation.pages
@@ -237,10 +207,13 @@ class DecodeHandover:
 
     def _lose(self, key: SequenceKey, reason: str) -> None:
         """Gives a sequence up; what its ticket holds stays held until the writer cannot touch it any more."""
-        self._awaited.pop(key, None)
+        if self._awaited.pop(key, None) is not None:
+            self._fail(key, reason)
+        self._run(self.reader.request_gone(key, self._clock()))
+
+    def _fail(self, key: SequenceKey, reason: str) -> None:
         self._core.cancel(key)
         self._result.failures.append((key, HandoverExpired(reason)))
-        self._run(self.reader.request_gone(key, self._clock()))
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
         todo = deque(instructions)
@@ -254,8 +227,7 @@ class DecodeHandover:
                     self._arrived(arrived)
                 case Lost(key=SequenceKey() as key, reason=reason):
                     if self._awaited.pop(key, None) is not None:
-                        self._core.cancel(key)
-                        self._result.failures.append((key, HandoverExpired(reason)))
+                        self._fail(key, reason)
                 case Unhold(writer=writer, ticket=ticket):
                     self._core.pool.unhold((writer, ticket))
                 case other:
@@ -283,8 +255,7 @@ class DecodeHandover:
             return
         first = next((token for token in arrived.first_tokens if token.sample == key.sample), None)
         if first is None:
-            self._core.cancel(key)
-            self._result.failures.append((key, HandoverExpired("the prefill worker sent no token 0")))
+            self._fail(key, "the prefill worker sent no token 0")
             return
         token = Token(first.token_id, first.logprobs)
         finish = FinishReason(first.finish) if first.finish else None
@@ -295,8 +266,7 @@ class DecodeHandover:
         try:
             output = self._core.kv_arrived(key, token, finish)
         except TwostrokeError as error:
-            self._core.cancel(key)
-            self._result.failures.append((key, HandoverExpired(error.message)))
+            self._fail(key, error.message)
             return
         if output is not None:
             self._result.outputs.append(output)

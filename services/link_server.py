@@ -6,16 +6,17 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 
 from ..errors import Mismatch, Unavailable
-from ..kvtransfer.messages import FromReader, FromWriter
+from ..kvtransfer.messages import FromWriter
 from ..kvtransfer.process import ProcessHandle
 from ..kvtransfer.transport import Transport
 from ..v1 import worker_pb2 as pb
 from .identity import ProcessIdentity, read_identity
+from .link_events import ReaderEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness, PeerWatch
 from .wire_link import PoolOffer, check_format, check_incarnation, from_writer, read_from_reader, read_offer
@@ -27,26 +28,6 @@ _REMEMBERED = 4096  # incarnations known to be dead
 LinkContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 OpenTransport: TypeAlias = Callable[[PoolOffer, int], Transport]
 """Opens a decode worker's pool, given its offer and its incarnation; raises TwostrokeError or OSError. Any thread."""
-
-
-class ReaderEvents(Protocol):
-    """What links tell the prefill side. Called on the event loop in order; must not block."""
-
-    def reader_up(self, reader: int, offer: PoolOffer, transport: Transport) -> None:
-        """A link stands. The same transport again after a break; it is the receiver's, to close it once it may."""
-        ...
-
-    def reader_down(self, reader: int) -> None:
-        """The link broke; nothing is proven."""
-        ...
-
-    def reader_dead(self, reader: int) -> None:
-        """That process is gone for certain."""
-        ...
-
-    def received(self, reader: int, message: FromReader) -> None:
-        """A message came."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -3,9 +3,8 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from ..engine.batch import LayerHook
 from ..engine.core import EngineCore
 from ..engine.request import ChunkProgress, Request, SequenceKey, SequenceOutput, StepResult, Work
 from ..errors import InvalidRequest, TwostrokeError
-from ..kernels.digest import DIGEST_BYTES, page_digests
 from ..kvtransfer.messages import (
     ClosePool,
     Copy,
@@ -29,23 +27,11 @@ from ..kvtransfer.messages import (
 from ..kvtransfer.transport import Transport
 from ..kvtransfer.writer import Writer
 from .handover import Emit, PeerAddress, Post
-from .kv_pool import pool_bytes
-from .link_server import ReaderEvents
+from .link_events import ReaderLinks
+from .peer_pools import PeerPools
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)
-
-
-class ReaderLinks(Protocol):
-    """What the prefill side needs of its links: `LinkServer`."""
-
-    def attach(self, events: ReaderEvents) -> None:
-        """Where events go."""
-        ...
-
-    def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
-        """Messages for readers."""
-        ...
 
 
 @dataclass(slots=True)
@@ -85,25 +71,23 @@ class PrefillHandover:
         self.hook: LayerHook | None = self._hook
         self._core = core
         self._links = links
-        self._bytes = pool_bytes(pool)
+        self._pools = PeerPools(pool)
         self._clock = clock
         self._post: Post
         self._emit: Emit
         self._inbox: deque[_Event] = deque()  # filled by the loop, emptied by the engine's thread
         self._postponed: list[_Event] = []
         self._prefills: dict[SequenceKey, _Prefill] = {}
-        self._transports: dict[int, Transport] = {}
         self._in_step: frozenset[SequenceKey] | None = None  # within a step: its PREFILL sequences
         self._whole: set[SequenceKey] = set()  # their last chunk runs in this step
+        self._failed: dict[SequenceKey, Exception] = {}  # in this step's hook
         self._after_step: list[Callable[[], None]] = []
         self._outbox: dict[int, list[FromWriter]] = {}
         self._result = StepResult()
 
     def close(self) -> None:
         """Lets go of all pools, once the engine's thread has ended."""
-        for transport in self._transports.values():
-            transport.close()
-        self._transports.clear()
+        self._pools.close()
 
     # Event loop
 
@@ -165,7 +149,11 @@ class PrefillHandover:
         for output in result.outputs:
             if (prefill := self._prefills.get(output.key)) is not None and output.tokens:
                 prefill.first = (_first_token(output),)
-        whole, self._whole = self._whole.difference(key for key, _ in result.failures), set()
+        dropped = {key for key, _ in result.failures}
+        failed, self._failed = self._failed, {}
+        for key in failed.keys() - dropped:
+            self._fail(key, failed[key])
+        whole, self._whole = self._whole - dropped, set()
         for key in whole:
             self._done(key)
         postponed, self._postponed = self._postponed, []
@@ -203,7 +191,7 @@ class PrefillHandover:
                     self._whole.add(chunk.key)
             except Exception as error:
                 log.exception("the pages of a layer could not be pushed")
-                self._after_step.append(lambda key=chunk.key, error=error: self._fail(key, error))  # type: ignore[misc]
+                self._failed[chunk.key] = error
         self._flush_messages()
 
     def _fail(self, key: SequenceKey, error: Exception) -> None:
@@ -234,7 +222,7 @@ class PrefillHandover:
             self._flush()
 
     def _on_up(self, reader: int, offer: PoolOffer, transport: Transport) -> list[Instruction]:
-        self._transports[reader] = transport
+        self._pools.add(reader, transport)
         return self.writer.reader_up(reader, self._clock(), pool=offer.pool, pool_pages=offer.pages)
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
@@ -242,7 +230,7 @@ class PrefillHandover:
         while todo:
             match todo.popleft():
                 case Copy() as copy:
-                    todo.extend(self.writer.copied(copy.copy, self._copy(copy)))
+                    todo.extend(self.writer.copied(copy.copy, self._pools.push(copy)))
                 case Send(peer=peer, message=message):
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Ticketed(key=SequenceKey() as key):
@@ -250,9 +238,7 @@ class PrefillHandover:
                 case Release(key=SequenceKey() as key):
                     self._engine(lambda key=key: self._release(key))  # type: ignore[misc]
                 case ClosePool(reader=reader):
-                    if (transport := self._transports.pop(reader, None)) is not None:
-                        transport.close()
-                        log.info("closed the pool of %016x", reader)
+                    self._pools.drop(reader)
                 case other:
                     raise TwostrokeError(f"not an instruction for a writer: {other}")
 
@@ -266,17 +252,6 @@ class PrefillHandover:
         self._core.release(key)
         if self._core.state_of(key) is None:
             self._prefills.pop(key, None)
-
-    def _copy(self, copy: Copy) -> bytes:
-        """Copies and digests. A failure becomes digests that match nothing: the reader asks anew, or gives up."""
-        try:
-            self._transports[copy.reader].copy(copy.layer, copy.src, copy.dst)
-            return page_digests(
-                self._bytes[copy.layer], copy.src, ticket=copy.ticket, layer=copy.layer, ordinal=copy.ordinal
-            )
-        except Exception:
-            log.exception("a copy into the pool of %016x failed", copy.reader)
-            return bytes(DIGEST_BYTES * len(copy.src))
 
     def _flush(self) -> None:
         """One event's messages cross to the loop at once; its failures go to the sessions."""

@@ -202,13 +202,13 @@ async def test_more_than_the_decode_pool_holds(tmp_path: Path) -> None:
 def count_copies(rig: Rig) -> list[int]:
     """[pages copied so far]."""
     copied = [0]
-    original = rig.p.handover._copy
+    original = rig.p.handover._pools.push
 
     def counting(copy: Any) -> bytes:
         copied[0] += len(copy.src)
         return original(copy)
 
-    rig.p.handover._copy = counting  # type: ignore[method-assign]
+    rig.p.handover._pools.push = counting  # type: ignore[method-assign]
     return copied
 
 

@@ -249,7 +249,7 @@ async def test_the_newer_of_two_streams_of_a_peer_counts(tmp_path: Path) -> None
         while (message := await new.call.read()).WhichOneof("kind") == "heartbeat":
             pass
         assert message.drained.ticket == 7
-        assert len(rig.p.handover._transports) == 1
+        assert await rig.p.driver.call(lambda: len(rig.p.handover._pools._transports)) == 1
 
 
 async def test_one_incarnation_has_one_identity(tmp_path: Path) -> None:
