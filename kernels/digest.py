@@ -70,9 +70,7 @@ def _word_sums(
     """sum_i x_i * m_i of each page."""
     layers, _, page_bytes = pool.shape
     if pool.dtype != torch.uint8 or page_bytes % 8 or pool.stride(2) != 1:
-        raise ValueError(
-            f"expected contiguous uint8 pages of a multiple of 8 bytes, got {pool.dtype} {tuple(pool.shape)}"
-        )
+        raise ValueError(f"pages must be whole 64-bit words in contiguous uint8, got {pool.dtype} {tuple(pool.shape)}")
     words = pool.view(torch.int64)
     multipliers = _multipliers(page_bytes // 8, pool.device)
     sums = torch.empty((layers, len(ids)), dtype=torch.int64, device=pool.device)

@@ -37,7 +37,6 @@ class SharedPool:
         """Use `create` or `open`. `descriptor`: the owner's locked file."""
         self._path = path
         self._descriptor = descriptor
-        self._mapping: mmap.mmap | None = mapping
         self._tensor: Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES, count=nbytes)
         self.nbytes = nbytes
 
@@ -101,11 +100,9 @@ class SharedPool:
 
     def close(self) -> None:
         """Gives the mapping back, and removes the owner's file. May be called again."""
-        self._tensor = None
-        if self._mapping is not None:
-            with suppress(BufferError):  # a tensor is alive; the mapping ends with the last one
-                self._mapping.close()
-            self._mapping = None
+        self._tensor = (
+            None  # holds the mapping, which ends with the last tensor over it: never by mmap.close() under one
+        )
         if self._descriptor is not None:
             _remove(self._path, self._descriptor)
             self._descriptor = None

@@ -53,7 +53,7 @@ def test_generated_events() -> None:
 
 @pytest.mark.slow
 def test_many_generated_events() -> None:
-    run_state_machine_as_test(Protocol, settings=settings(QUICK, max_examples=1500, stateful_step_count=80))
+    run_state_machine_as_test(Protocol, settings=settings(QUICK, max_examples=800, stateful_step_count=80))
 
 
 def walk(seed: int, **options: Any) -> World:
@@ -74,7 +74,7 @@ def test_random_walks_end_in_every_way() -> None:
 
 @pytest.mark.slow
 def test_many_random_walks() -> None:
-    for seed in range(1000, 6000):
+    for seed in range(1000, 4000):
         walk(seed)
 
 
