@@ -94,7 +94,7 @@ class Settings(BaseSettings):
     """Model to serve: `smollm2-135m` (the embedded default), a local directory, or a hub id."""
     models_dir: Path | None = None
     """Folder for downloaded and converted models; default: `~/.cache/twostroke/models`, and the hub's own cache."""
-    name: Annotated[str, Takes("up to 64 letters, digits and . _ -")] = Field("", pattern=r"^[\w.\-]{0,64}$")
+    name: Annotated[str, Takes("up to 64 letters, digits and . _ -")] = Field("", pattern=r"^[A-Za-z0-9_.\-]{0,64}$")
     """Name for people, in logs and answers; empty: role and process id."""
     drain_s: Seconds = 30
     """After SIGTERM: how long running requests may still take, in seconds."""

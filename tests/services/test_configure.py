@@ -198,7 +198,7 @@ workers = st.fixed_dictionaries(
         "drain_s": st.floats(0.1, 86_400),
         "model": st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20),
         "models_dir": st.sampled_from([None, "/somewhere else", "relative"]),
-        "name": st.from_regex(r"[\w.\-]{0,64}", fullmatch=True),
+        "name": st.from_regex(r"[A-Za-z0-9_.\-]{0,64}", fullmatch=True),
     },
 )
 

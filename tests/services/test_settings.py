@@ -108,6 +108,7 @@ def test_strings_from_flags_and_variables_become_values() -> None:
         ("listen", "nowhere"),
         ("advertise", "nowhere"),
         ("name", "two words"),
+        ("name", "²"),
         ("name", "x" * 65),
         ("model", ""),
         ("threads", 1025),
