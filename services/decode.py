@@ -29,7 +29,7 @@ from .known_writers import KnownWriters
 from .kv_pool import pool_bytes
 from .link_events import WriterLinks
 
-_DIED = "the prefill worker died"
+_DIED = "the prefill worker is gone"
 
 
 @dataclass(slots=True)

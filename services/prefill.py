@@ -185,6 +185,8 @@ class PrefillHandover:
         except Exception:
             log.exception("an event of a link failed within a step")
         for chunk in progress:
+            if chunk.key in self._failed:
+                continue
             try:
                 self._run(self.writer.pages_ready(chunk.key, layer, chunk.pages, chunk.ready, chunk.total))
                 if chunk.ready == chunk.total:
