@@ -85,11 +85,10 @@ def _prompt(given: str | None, words: tuple[str, ...]) -> str:
         raise ConfigError("prompt: got both --prompt and words, takes one of them", field="prompt")
     if given is not None or words:
         return given if given is not None else " ".join(words)
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError(
-            'prompt: got nothing, takes a text: twostroke generate "Why is the sky blue?"', field="prompt"
-        )
-    return sys.stdin.read(MAX_PROMPT)
+    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read(MAX_PROMPT)
+    if not text:
+        raise ConfigError('prompt: got nothing, takes a text: twostroke generate "Why?"', field="prompt")
+    return text.removesuffix("\n")  # that `echo` adds
 
 
 async def _run(prompt: str, as_json: bool, timeout_s: float | None, options: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ async def test_the_command_streams_text(gateway: tuple[Gateway, str]) -> None:
 async def test_the_command_reads_stdin_and_writes_json(gateway: tuple[Gateway, str]) -> None:
     servicer, address = gateway
     servicer.chat = False
-    code, out, err = await run("--json", stdin="h\u00e9".encode(), TWOSTROKE_ADDRESS=address)
+    code, out, err = await run("--json", stdin="h\u00e9\n".encode(), TWOSTROKE_ADDRESS=address)
     lines = [json.loads(line) for line in out.splitlines()]
     assert (code, err) == (0, "")
     assert [line.get("text", "") for line in lines] == [*TEXTS, ""]
@@ -229,6 +229,9 @@ async def test_the_command_fails_readably(gateway: tuple[Gateway, str]) -> None:
     code, out, err = await run("--address", f"127.0.0.1:{free_ports(1)[0]}", "hi")
     assert code == 1
     assert "start one with `twostroke up`" in err
+    code, out, err = await run("--address", address, stdin=b"")
+    assert code == 2
+    assert err.startswith("error: prompt: got nothing")
     code, out, err = await run("--prompt", "a", "b")
     assert (code, err) == (2, "error: prompt: got both --prompt and words, takes one of them\n")
     code, out, err = await run("--address", "nowhere", "hi")
