@@ -194,7 +194,7 @@ class Worker:
 
     async def settled(self, condition: Callable[[], bool]) -> None:
         """Waits for a state of the engine's thread that no result announces."""
-        while not await self.driver.call(condition):  # noqa: ASYNC110 - nothing announces it
+        while not await self.driver.call(condition):
             await asyncio.sleep(0.005)
 
     async def whole(self, machine: Any) -> None:
@@ -252,7 +252,7 @@ class PrefillWorker(Worker):
 
     async def told(self) -> None:
         """Waits until an event of a link waits for the engine's thread, which a test holds up."""
-        while not self.handover._inbox:  # noqa: ASYNC110 - nothing announces it
+        while not self.handover._inbox:
             await asyncio.sleep(0.005)
 
 
@@ -346,7 +346,7 @@ class Rig:
 
     async def link_stands(self) -> None:
         """Waits for the link."""
-        while not self.d.links.standing():  # noqa: ASYNC110 - nothing announces it
+        while not self.d.links.standing():
             await asyncio.sleep(0.005)
 
 
