@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum, auto
 
+from .ids import Recent
 from .messages import Complete, FromReader, Key, Resend, Revoke, Ticket, Verify
 from .push import DIGEST_BYTES, runs
+
+_REMEMBERED = 4096  # accepted tickets of a writer
 
 
 class ArrivalState(Enum):
@@ -86,9 +89,13 @@ class Arrival:
             self._digests[start : start + width] = digests[i * width : (i + 1) * width]
         return True
 
-    def waits(self) -> bool:
-        """Whether answers are outstanding."""
-        return bool(self._outstanding)
+    def waiting(self) -> bool:
+        """Whether its sequence still waits for the KV."""
+        return self.state is not ArrivalState.REVOKING
+
+    def verified(self) -> bool:
+        """Whether it is complete and every own digest is there."""
+        return self.state is ArrivalState.VERIFYING and not self._outstanding
 
     def wrong(self, digests: bytes) -> tuple[int, ...]:
         """Ordinals of which some layer's digest differs from the writer's."""
@@ -108,3 +115,15 @@ class Arrival:
         self._outstanding.add((first_layer, layers, ordinals.start, len(ordinals)))
         pages = self.ticket.pages[ordinals.start : ordinals.stop]
         return Verify(self.writer, self.ticket.ticket, first_layer, layers, ordinals.start, pages)
+
+
+class WriterPeer:
+    """A writer: one incarnation of a prefill worker, and its tickets."""
+
+    def __init__(self) -> None:
+        """Not heard of before."""
+        self.up = False
+        self.dead = False
+        self.last_ticket = 0
+        self.arrivals: dict[int, Arrival] = {}  # by ticket
+        self.accepted = Recent(_REMEMBERED)

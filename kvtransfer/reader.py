@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import TwostrokeError
-from .arrival import Arrival, ArrivalState
+from .arrival import Arrival, ArrivalState, WriterPeer
 from .ids import Recent
 from .messages import (
     Accepted,
@@ -23,18 +23,7 @@ from .messages import (
     Unhold,
 )
 
-_REMEMBERED = 4096  # accepted tickets of a writer; dead writers
-
-
-class _Peer:
-    """A writer: one incarnation of a prefill worker."""
-
-    def __init__(self) -> None:
-        self.up = False
-        self.dead = False
-        self.last_ticket = 0
-        self.arrivals: dict[int, Arrival] = {}  # by ticket
-        self.accepted = Recent(_REMEMBERED)
+_REMEMBERED = 4096  # dead writers
 
 
 class Reader:
@@ -52,7 +41,7 @@ class Reader:
         self._pool = pool
         self._valid_s = valid_s
         self._repeat_s = repeat_s
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, WriterPeer] = {}
         self._dead = Recent(_REMEMBERED)
         self._keys: dict[Key, Arrival] = {}  # of sequences that still wait for their KV
 
@@ -62,7 +51,7 @@ class Reader:
         """A link to it is open: says again what it may have missed."""
         if self._is_dead(writer):
             return []
-        peer = self._peers.setdefault(writer, _Peer())
+        peer = self._peers.setdefault(writer, WriterPeer())
         peer.up = True
         return [instruction for arrival in peer.arrivals.values() for instruction in self._say(arrival, now)]
 
@@ -76,7 +65,7 @@ class Reader:
         """It is proven dead: no write of its comes any more. What it completed before counts."""
         if self._is_dead(writer):
             return []
-        peer = self._peers.setdefault(writer, _Peer())
+        peer = self._peers.setdefault(writer, WriterPeer())
         peer.up, peer.dead = False, True
         out: list[Instruction] = []
         for arrival in list(peer.arrivals.values()):
@@ -111,7 +100,7 @@ class Reader:
         """
         if key in self._keys or first_position % self._page_size or first_position < 0:
             raise ValueError(f"a second ticket, or one from within a page ({first_position})")
-        peer = self._peers.setdefault(writer, _Peer())
+        peer = self._peers.setdefault(writer, WriterPeer())
         peer.last_ticket += 1
         ticket = Ticket(peer.last_ticket, key, self._pool, tuple(pages), first_position, self._valid_s)
         arrival = Arrival(writer, ticket, self._layers, now + self._valid_s)
@@ -151,12 +140,10 @@ class Reader:
 
     def check(self, *, idle: bool) -> None:
         """Raises TwostrokeError naming every broken invariant; `idle`: no ticket may be open."""
-        arrivals = [a for peer in self._peers.values() for a in peer.arrivals.values()]
-        waiting = [a for a in arrivals if a.state is not ArrivalState.REVOKING]
+        waiting = [a for peer in self._peers.values() for a in peer.arrivals.values() if a.waiting()]
         faults = [f"ticket {a.ticket.ticket} has no sequence" for a in waiting if self._keys.get(a.key) is not a]
         faults += [f"{key} waits for a closed ticket" for key, a in self._keys.items() if a not in waiting]
-        verified = [a for a in waiting if a.state is ArrivalState.VERIFYING and not a.waits()]
-        faults += [f"ticket {a.ticket.ticket} is verified and was not closed" for a in verified]
+        faults += [f"ticket {a.ticket.ticket} is verified and was not closed" for a in waiting if a.verified()]
         if idle and self.open_tickets():
             faults.append(f"{self.open_tickets()} tickets are left")
         if faults:
@@ -164,14 +151,14 @@ class Reader:
 
     # Inside
 
-    def _progress(self, peer: _Peer, ticket: int, layers: int, pages: int) -> list[Instruction]:
+    def _progress(self, peer: WriterPeer, ticket: int, layers: int, pages: int) -> list[Instruction]:
         arrival = peer.arrivals.get(ticket)
         if arrival is None or arrival.state is not ArrivalState.OPEN:
             return []
         arrival.answered = True
         return list(arrival.verify(layers, pages))
 
-    def _complete(self, writer: int, peer: _Peer, message: Complete) -> list[Instruction]:
+    def _complete(self, writer: int, peer: WriterPeer, message: Complete) -> list[Instruction]:
         arrival = peer.arrivals.get(message.ticket)
         if arrival is None:
             return self._complete_again(writer, peer, message.ticket)
@@ -182,7 +169,7 @@ class Reader:
         arrival.state, arrival.complete, arrival.answered = ArrivalState.VERIFYING, message, True
         return self._verify(arrival, message)
 
-    def _complete_again(self, writer: int, peer: _Peer, ticket: int) -> list[Instruction]:
+    def _complete_again(self, writer: int, peer: WriterPeer, ticket: int) -> list[Instruction]:
         """The ticket is closed, but the writer has not heard of it. Numbers never given out are not answered."""
         if ticket > peer.last_ticket:
             return []
@@ -198,7 +185,7 @@ class Reader:
     def _judge(self, arrival: Arrival) -> list[Instruction]:
         """Ends the verification once the last own digest is there."""
         message = arrival.complete
-        if arrival.state is not ArrivalState.VERIFYING or message is None or arrival.waits():
+        if message is None or not arrival.verified():
             return []
         wrong = arrival.wrong(message.digests)
         if not wrong:
@@ -231,7 +218,7 @@ class Reader:
         if arrival.state is ArrivalState.VERIFYING:
             arrival.drained = True
             return []
-        lost = [] if arrival.state is ArrivalState.REVOKING else self._lose(arrival, reason)
+        lost = self._lose(arrival, reason) if arrival.waiting() else []
         return [*lost, *self._close(arrival)]
 
     def _lose(self, arrival: Arrival, reason: str) -> list[Instruction]:

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,39 @@ def test_no_descriptor_leaks() -> None:
         assert handle.alive()
         handle.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+WRITERS = """
+import mmap, sys, threading
+memory = mmap.mmap(open(sys.argv[1], "r+b").fileno(), 1 << 20)
+
+def write(start):
+    n = 0
+    while True:
+        n = (n + 1) % 256
+        memory[start : start + (1 << 18)] = bytes([n]) * (1 << 18)
+
+for i in range(1, 4):
+    threading.Thread(target=write, args=(i << 18,), daemon=True).start()
+print("ready", flush=True)
+write(0)
+"""
+
+
+def test_no_byte_changes_once_the_death_is_proven(tmp_path: Path) -> None:
+    """What makes a readable pidfd a proof: all threads have ended, and their writes with them."""
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(1 << 20))
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", WRITERS, str(path)], stdout=subprocess.PIPE)
+        handle = ProcessHandle.open(process.pid, host_id())
+        assert handle is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert handle.kill()
+        select.select([handle], [], [], 20)
+        assert not handle.alive()
+        then = path.read_bytes()
+        process.communicate()
+        assert path.read_bytes() == then
+        handle.close()
