@@ -65,7 +65,8 @@ def test_no_descriptor_leaks() -> None:
 
 WRITERS = """
 import mmap, sys, threading
-memory = mmap.mmap(open(sys.argv[1], "r+b").fileno(), 1 << 20)
+file = open(sys.argv[1], "r+b")
+memory = mmap.mmap(file.fileno(), 1 << 20)
 
 def write(start):
     n = 0
