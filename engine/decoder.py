@@ -12,6 +12,7 @@ from ..kernels.attention_plan import AttentionPlan
 from ..kernels.kv_write import write_kv_
 from ..kernels.norm import rms_norm
 from ..kernels.rope import rotate_
+from ..kernels.scratch import Scratch
 from .model_config import ModelConfig
 from .weights import Weights
 
@@ -40,6 +41,7 @@ class Decoder:
         self._rows = list(pool.view(pool.shape[0], -1, head_dim).unbind(0))
         self._slabs = list(pool.view(pool.shape[0], -1, page_size * head_dim).unbind(0))
         self._q_width = config.heads * config.head_dim
+        self._scratch = Scratch(pool.device)
         self._qk_heads = config.heads + config.kv_heads
 
     def forward(self, step: StepInputs, written: Callable[[int], None] | None = None) -> Tensor:
@@ -57,7 +59,7 @@ class Decoder:
                 written(i)
             if i == last and not step.sampled.numel():
                 break
-            attended = paged_attention(qkv[:, : self._q_width], self._slabs[i], step.attention)
+            attended = paged_attention(qkv[:, : self._q_width], self._slabs[i], step.attention, self._scratch)
             if i == last:  # nobody reads the others any more
                 attended, hidden = attended.index_select(0, step.sampled), hidden.index_select(0, step.sampled)
             hidden += layer.o(attended)

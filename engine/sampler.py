@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import gumbel_race, keep_top
+from ..kernels.sampling import gumbel_race, highest, keep_top_
 from .request import SamplingParams, Token
 
 
@@ -26,10 +26,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Token]:
     """
     if not draws:
         return []
-    best, tokens = logits.max(dim=1)
+    best, tokens = highest(logits)
     if not bool(best.isfinite().all()):  # a NaN or +inf in the row would be its maximum
         logits = _finite(logits)
-        tokens = logits.argmax(dim=1)
+        _, tokens = highest(logits)
     rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0.0]
     if rows:
         tokens[rows] = _random(logits[rows].to(torch.float32), [draws[i] for i in rows])
@@ -42,16 +42,19 @@ def _finite(logits: Tensor) -> Tensor:
 
 
 def _random(logits: Tensor, draws: list[Draw]) -> Tensor:
-    """`logits`: float32 [rows, vocab], temperature above 0 in every row -> int64 [rows]."""
+    """`logits`: float32 [rows, vocab], overwritten; temperature above 0 in every row. Returns int64 [rows]."""
     device, params = logits.device, [draw.params for draw in draws]
     temperature = torch.tensor([p.temperature for p in params], device=device)
     # The largest becomes 0 first: a tiny temperature then cannot overflow to +inf.
-    logits = (logits - logits.amax(dim=1, keepdim=True)) / temperature.unsqueeze(1)
+    logits.sub_(logits.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
     if cut:
         top_k = torch.tensor([params[i].top_k for i in cut], device=device)
         top_p = torch.tensor([params[i].top_p for i in cut], device=device, dtype=torch.float64)
-        logits[cut] = keep_top(logits[cut], top_k, top_p)
+        part = logits if len(cut) == len(draws) else logits[cut]
+        keep_top_(part, top_k, top_p)
+        if part is not logits:
+            logits[cut] = part
     seeds = torch.tensor([_signed(p.seed) for p in params], device=device)
     samples = torch.tensor([draw.sample for draw in draws], device=device)
     positions = torch.tensor([draw.position for draw in draws], device=device)

@@ -39,8 +39,8 @@ class DecodeGroup:
     slabs: (
         Tensor  # int64 [2 * count * kv_heads * pages]: rows of the pool as [pages * 2 * kv_heads, page_size * head_dim]
     )
-    beyond: Tensor | None  # bool [count * kv_heads, 1, length]: positions not of the sequence; None: count is 1
-    beyond_rows: Tensor | None  # int64: the same as indices into [count * kv_heads * length]
+    beyond: Tensor | None  # int64: slots of no position, indices into [2 * count * kv_heads * length]; None: count is 1
+    mask: Tensor | None  # float32 [count * kv_heads, 1, length]: -inf there, else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ def _group(members: list[Span], shape: PoolShape, device: torch.device | str) ->
     length = slabs.numel() // (2 * count * shape.kv_heads) * shape.page_size
     lengths = torch.tensor([span.start + 1 for span in members], device=device)
     beyond = torch.arange(length, device=device) >= lengths.repeat_interleave(shape.kv_heads).unsqueeze(1)
-    return DecodeGroup(first, count, length, slabs, beyond.unsqueeze(1), beyond.view(-1).nonzero().view(-1))
+    mask = torch.zeros(beyond.shape, device=device).masked_fill_(beyond, float("-inf")).unsqueeze(1)
+    return DecodeGroup(first, count, length, slabs, beyond.repeat(2, 1).view(-1).nonzero().view(-1), mask)
 
 
 def _pages(span: Span, shape: PoolShape) -> list[int]:
