@@ -1,9 +1,10 @@
 """The native gRPC door: public messages into plain requests, plain answers into public messages."""
 
+import asyncio
 import math
 import secrets
-from collections.abc import Awaitable
-from typing import TypeAlias
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -26,6 +27,7 @@ from .router import Role
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
+METADATA_S = 1.0  # most time for the initial metadata to leave
 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 TokenizeContext: TypeAlias = grpc.aio.ServicerContext[pb.TokenizeRequest, Awaitable[pb.TokenizeResponse]]
@@ -43,8 +45,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Runs in the call's task, which gRPC cancels when the client cancels or is gone."""
         request_id = request.request_id or secrets.token_hex(8)
+        begun = False
 
         async def send(piece: Piece) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await uninterrupted(context.send_initial_metadata(()))
             if piece.finish is not None:
                 context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
             await context.write(write_piece(piece))
@@ -78,6 +85,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prefill_workers=fleet.count(Role.PREFILL, Role.BOTH),
             decode_workers=fleet.count(Role.DECODE, Role.BOTH),
         )
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` and lets a cancel through only after its end.
+
+    gRPC notes that the initial metadata left only once it has: an abort in between would send it twice, and fail.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=METADATA_S)
+        if task.done() and not task.cancelled():
+            task.exception()  # seen: the cancel is what counts
+        raise
 
 
 def metadata(context: GenerateContext, key: str) -> str:

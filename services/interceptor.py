@@ -89,7 +89,14 @@ async def abort(context: Context, error: TwostrokeError) -> None:
         async with asyncio.timeout(ABORT_S):
             await context.abort(code_of(error), status.message, tuple(trailing))
     except TimeoutError:
-        raise grpc.aio.AbortError("the client does not read") from None
+        raise _over() from None  # the client does not read
+    except grpc.aio.InternalError:  # the call ended meanwhile: its deadline passed, or the client is gone
+        raise _over() from None
+
+
+def _over() -> asyncio.CancelledError:
+    """What ends a handler whose call is over already: grpc takes a cancel in silence, and only its own AbortError."""
+    return asyncio.CancelledError("the call is over")
 
 
 def _unexpected(error: Exception, method: str) -> TwostrokeError:
@@ -107,6 +114,8 @@ async def _guarded(work: Awaitable[Any], context: Context, method: str) -> Any:
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError:
+        raise _over() from None
     except Exception as error:
         if context.cancelled() or context.done():
             raise
