@@ -91,7 +91,10 @@ class Client:
             stream: Any = self.channel.stream_stream("/t/both", response_deserializer=read)([data])
         else:
             stream = self.channel.unary_stream(f"/t/{kind}", response_deserializer=read)(data)
-        return [message.first_index async for message in stream]
+        try:
+            return [message.first_index async for message in stream]
+        finally:
+            stream.cancel()  # a task that is cancelled between two reads leaves its call running
 
 
 @asynccontextmanager
