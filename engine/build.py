@@ -48,6 +48,7 @@ def build_engine(
     """
     if options.threads:
         torch.set_num_threads(options.threads)
+    _check_device(options.device)
     config = ModelConfig.from_dir(model_dir)
     plan = plan_kv(config, options)
     dtype = TORCH_DTYPES[options.dtype]
@@ -64,6 +65,13 @@ def build_engine(
         clock=clock,
     )
     return Engine(core, config, plan, pool)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise ConfigError(f"device {device} cannot be used: {str(error).splitlines()[0]}", field="device") from error
 
 
 def _pool(plan: KVPlan, dtype: torch.dtype, device: str, allocate: Callable[[int], Tensor] | None) -> Tensor:

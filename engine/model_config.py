@@ -68,7 +68,7 @@ class ModelConfig:
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id") if eos is None else eos),
-            bos_token_id=config.get("bos_token_id"),
+            bos_token_id=_token_id(config, "bos_token_id"),
         )
 
 
@@ -125,6 +125,13 @@ def _token_ids(field: str, value: Any) -> frozenset[int]:
     if not all(isinstance(i, int) for i in ids):
         raise _wrong(field, value, "a token id or a list of them")
     return frozenset(ids)
+
+
+def _token_id(config: Mapping[str, Any], field: str) -> int | None:
+    value = config.get(field)
+    if value is not None and not isinstance(value, int):
+        raise _wrong(field, value, "a token id")
+    return value
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
