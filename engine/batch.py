@@ -13,7 +13,7 @@ class Row:
 
     key: SequenceKey
     token_ids: list[int]  # a prompt chunk, or one token when decoding
-    start: int  # position of token_ids[0]; all earlier positions are in the pool already, or written earlier in this step
+    start: int  # position of token_ids[0]; what comes before is in the pool, or written by this step's other rows
     pages: list[int]  # the block table; covers start + len(token_ids) positions
     params: SamplingParams
     sample: bool  # draw the token after the last one
@@ -21,5 +21,5 @@ class Row:
 
 
 LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]
-"""Called by the runner with a layer's index once that layer's KV of the step is written, on the engine's thread; only in
-steps that have PREFILL rows. It must not raise and must not touch the engine."""
+"""Called by the runner, on the engine's thread, with a layer's index once that layer's KV of the step is written; only
+in steps that have PREFILL rows. It must not raise and must not touch the engine."""

@@ -21,12 +21,11 @@ from ..engine.request import (
     Work,
 )
 from ..errors import HandoverExpired, InvalidRequest, TwostrokeError
-from ..kernels.digest import pool_digests
 from ..kvtransfer.messages import Arrived, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
+from ..kvtransfer.pool_pages import pool_bytes, verify_digests
 from ..kvtransfer.reader import Reader
 from .handover import Emit, PeerAddress, Post
 from .known_writers import KnownWriters
-from .kv_pool import pool_bytes
 from .link_events import WriterLinks
 
 _DIED = "the prefill worker is gone"
@@ -234,10 +233,7 @@ class DecodeHandover:
                     raise TwostrokeError(f"not an instruction for a reader: {other}")
 
     def _verify(self, verify: Verify) -> list[Instruction]:
-        layers = self._bytes[verify.first_layer : verify.first_layer + verify.layers]
-        digests = pool_digests(
-            layers, verify.pages, ticket=verify.ticket, first_layer=verify.first_layer, ordinal=verify.ordinal
-        )
+        digests = verify_digests(self._bytes, verify)
         return self.reader.digested(
             verify.writer,
             verify.ticket,

@@ -1,23 +1,16 @@
-"""A worker's KV pool as the hand-over sees it: pages of bytes."""
+"""Opens decode workers' pools for a prefill worker."""
 
 import logging
 
-import torch
 from torch import Tensor
 
+from ..kvtransfer.pool_pages import pool_bytes
 from ..kvtransfer.shm import SharedPool
 from ..kvtransfer.transport import ShmTransport, Transport
 from .link_server import OpenTransport
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)
-
-
-def pool_bytes(
-    pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
-) -> Tensor:  # [layers, pages, page_bytes] uint8
-    """The same memory."""
-    return pool.flatten(2).view(torch.uint8)
 
 
 def shm_opener(

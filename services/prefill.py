@@ -24,11 +24,11 @@ from ..kvtransfer.messages import (
     Ticket,
     Ticketed,
 )
+from ..kvtransfer.peer_pools import PeerPools
 from ..kvtransfer.transport import Transport
 from ..kvtransfer.writer import Writer
 from .handover import Emit, PeerAddress, Post
 from .link_events import ReaderLinks
-from .peer_pools import PeerPools
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from twostroke.engine.batch import LayerHook, Row
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
 from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, StepResult, Token, Work
+from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.kvtransfer.process import host_id
 from twostroke.kvtransfer.shm import SharedPool
 from twostroke.services.decode import DecodeHandover
@@ -31,7 +32,7 @@ from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.handover import PeerAddress
 from twostroke.services.identity import ProcessIdentity
 from twostroke.services.interceptor import ErrorInterceptor
-from twostroke.services.kv_pool import pool_bytes, shm_opener
+from twostroke.services.kv_pool import shm_opener
 from twostroke.services.link_client import LinkClient
 from twostroke.services.link_server import LinkServer
 from twostroke.services.liveness import Liveness

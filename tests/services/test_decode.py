@@ -12,9 +12,9 @@ from twostroke.engine.request import FinishReason, Request, SamplingParams, Sequ
 from twostroke.errors import HandoverExpired, InvalidRequest
 from twostroke.kernels.digest import pool_digests
 from twostroke.kvtransfer import messages as kv
+from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.services.decode import DecodeHandover
 from twostroke.services.handover import PeerAddress
-from twostroke.services.kv_pool import pool_bytes
 
 from .handover_rig import LAYERS, PAGE, VOCAB, TensorRunner, expected_tokens, random_prompt
 

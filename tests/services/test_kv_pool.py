@@ -8,9 +8,10 @@ import torch
 from twostroke.errors import Mismatch
 from twostroke.kernels.digest import page_digests
 from twostroke.kvtransfer.messages import Copy
+from twostroke.kvtransfer.peer_pools import PeerPools
+from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.kvtransfer.shm import SharedPool
-from twostroke.services.kv_pool import pool_bytes, shm_opener
-from twostroke.services.peer_pools import PeerPools
+from twostroke.services.kv_pool import shm_opener
 from twostroke.services.wire_link import PoolOffer
 
 SHAPE = (3, 5, 2, 3, 4, 2)  # layers, pages, K and V, heads, page size, width

@@ -5,9 +5,9 @@ import logging
 from torch import Tensor
 
 from ..kernels.digest import DIGEST_BYTES, page_digests
-from ..kvtransfer.messages import Copy
-from ..kvtransfer.transport import Transport
-from .kv_pool import pool_bytes
+from .messages import Copy
+from .pool_pages import pool_bytes
+from .transport import Transport
 
 log = logging.getLogger(__name__)
 
