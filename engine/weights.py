@@ -130,7 +130,7 @@ class _Loader:
 
     def _fused(self, names: list[str], kind: str) -> Tensor:
         parts = [self._files.read(f"{name}.{kind}").to(self._device, self._dtype) for name in names]
-        # A tensor read without conversion is a view of the mapped file; one that stays must not depend on the file.
+        # A tensor read without conversion may be a view of the mapped file; one that stays must not depend on it.
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
 
