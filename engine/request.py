@@ -41,6 +41,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the chosen token's and the top k's
+    min_p: float = 0.0  # 0 keeps all
+    typical_p: float = 1.0  # 1 keeps all
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
+    min_tokens: int = 0  # output tokens before which end and stop tokens are not drawn
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens from the second on
 
 
 @dataclass(slots=True)

@@ -329,6 +329,18 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_IDS_FIELD_NUMBER: _builtins.int
+    BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """/ 0 is greedy."""
     top_k: _builtins.int
@@ -343,9 +355,43 @@ class SamplingParams(_message.Message):
     """/ Whether the model's own end tokens are ordinary ones."""
     logprobs: _builtins.int
     """/ Present: log-probabilities of the chosen and of this many top tokens are wanted."""
+    min_p: _builtins.float
+    """/ 0 keeps all."""
+    typical_p: _builtins.float
+    """/ 1 keeps all; 0 is read as 1."""
+    repetition_penalty: _builtins.float
+    """/ 1 changes nothing; 0 is read as 1."""
+    presence_penalty: _builtins.float
+    """/ 0 changes nothing."""
+    frequency_penalty: _builtins.float
+    """/ 0 changes nothing."""
+    min_tokens: _builtins.int
+    """/ Before so many output tokens, end and stop tokens are not drawn."""
+    prompt_logprobs: _builtins.int
+    """/ Present: log-probabilities of the prompt and of this many top tokens are wanted; the prefix cache is not read."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """/ Tokens that end the output."""
+
+    @_builtins.property
+    def bias_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ Tokens of `bias_values`."""
+
+    @_builtins.property
+    def bias_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """/ Added to the logits of `bias_ids`."""
+
+    @_builtins.property
+    def allowed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ Not empty: only these may be drawn."""
+
+    @_builtins.property
+    def banned_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ Never drawn."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """/ Token sequences that are never completed."""
 
     def __init__(
         self,
@@ -358,16 +404,57 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
+        min_p: _builtins.float = ...,
+        typical_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        bias_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bias_values: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        min_tokens: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    """/ Token ids in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ The ids."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
@@ -388,6 +475,7 @@ class Submit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """/ The gateway's number of the request; unique in the gateway's incarnation."""
     sample: _builtins.int
@@ -406,6 +494,8 @@ class Submit(_message.Message):
     """/ Separates prefix caches; equal salts share."""
     traceparent: _builtins.str
     """/ W3C trace context of the request."""
+    samples: _builtins.int
+    """/ Samples to draw from this prompt, `sample` being the first of them; 0 means 1. More than 1 only without `output_ids`."""
     @_builtins.property
     def peer(self) -> Global___Peer:
         """/ The other worker, for WORK_PREFILL and WORK_DECODE."""
@@ -438,10 +528,11 @@ class Submit(_message.Message):
         timeout_ms: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_index", b"first_index", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "request", b"request", "sample", b"sample", "start_now", b"start_now", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_index", b"first_index", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "request", b"request", "sample", b"sample", "samples", b"samples", "start_now", b"start_now", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,6 +684,7 @@ class Step(_message.Message):
     LOGPROB_IDS_FIELD_NUMBER: _builtins.int
     LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """/ Counts the engine's steps."""
     @_builtins.property
@@ -641,6 +733,10 @@ class Step(_message.Message):
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTimings]:
         """/ Of sequences whose first or last token is in this message."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """/ Of sequences that wanted them, before or with their first token."""
+
     def __init__(
         self,
         *,
@@ -656,14 +752,59 @@ class Step(_message.Message):
         logprob_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprob_values: _abc.Iterable[_builtins.float] | None = ...,
         timings: _abc.Iterable[Global___SequenceTimings] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "counts", b"counts", "finishes", b"finishes", "first_indices", b"first_indices", "logprob_counts", b"logprob_counts", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "requests", b"requests", "samples", b"samples", "step", b"step", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "counts", b"counts", "finishes", b"finishes", "first_indices", b"first_indices", "logprob_counts", b"logprob_counts", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "prompt_logprobs", b"prompt_logprobs", "requests", b"requests", "samples", b"samples", "step", b"step", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """/ Log-probabilities of a stretch of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """/ Index into the message's sequences."""
+    first_position: _builtins.int
+    """/ Prompt position of the first token told of, at least 1."""
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ Number of entries of each token: the prompt's own, then the top ones."""
+
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ Token of each entry, flat."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """/ Value of each entry."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "first_position", b"first_position", "ids", b"ids", "sequence", b"sequence", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SequenceTimings(_message.Message):
