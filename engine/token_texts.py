@@ -33,7 +33,7 @@ class TokenTexts:
     def __init__(self, tokenizer: tokenizers.Tokenizer, decoder: Any) -> None:
         """`decoder`: that of tokenizer.json."""
         self._tokenizer = tokenizer
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._found: dict[int, TokenText] = {}
         self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
         self.joining, self.strips_space = _joining(decoder)
@@ -47,7 +47,7 @@ class TokenTexts:
 
     def _look_up(self, token_id: int) -> TokenText:
         token = self._tokenizer.id_to_token(token_id)
-        special = token_id in self._special
+        special = token_id in self.special
         if token is None:
             return TokenText(b"", special, False)
         if self.joining is Joining.BYTE_LEVEL:

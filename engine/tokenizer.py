@@ -47,6 +47,11 @@ class Tokenizer:
         """Whether `encode_chat` can be used."""
         return self._template is not None
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens: ends of text, roles, padding."""
+        return self.texts.special
+
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens, with the special tokens that the tokenizer's post-processor adds.
 

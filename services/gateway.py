@@ -48,6 +48,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         tokenizer=tokenizer,
         detokenizer=functools.partial(Detokenizer, tokenizer),
         threads=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer"),
+        special_token_ids=tuple(sorted(i for i in tokenizer.special_ids if i < config.vocab_size)),
     )
 
 

@@ -57,6 +57,7 @@ class ServedModel:
     tokenizer: TextTokenizer
     detokenizer: Callable[[], TextStream]
     threads: ThreadPoolExecutor  # for tokenizing long texts
+    special_token_ids: tuple[int, ...] = ()
 
     @property
     def max_characters(self) -> int:
