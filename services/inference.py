@@ -81,6 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             max_output_tokens=model.max_output,
             vocabulary_size=model.vocabulary_size,
             eos_token_ids=model.eos_token_ids,
+            special_token_ids=model.special_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
             prefill_workers=fleet.count(Role.PREFILL, Role.BOTH),
             decode_workers=fleet.count(Role.DECODE, Role.BOTH),

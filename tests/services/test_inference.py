@@ -106,6 +106,7 @@ async def test_get_model(tiny_llama_dir: Path) -> None:
         assert (model.max_input_tokens, model.max_output_tokens) == (100, 50)
         assert model.vocabulary_size == Tokenizer.from_dir(tiny_llama_dir).vocab_size
         assert list(model.eos_token_ids) == [0, 2]
+        assert list(model.special_token_ids) == [0, 1, 2]
         assert model.has_chat_template
         assert (model.prefill_workers, model.decode_workers) == (2, 2)
         assert (await refusal(it.stub.GetModel(pb.GetModelRequest(model="x")))).code() is Code.NOT_FOUND
