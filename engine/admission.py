@@ -49,26 +49,36 @@ class Admission:
         """Admits all that can be; returns the reservations of those whose KV comes from elsewhere."""
         reserved: list[Reservation] = []
         for sequence in self._roster.waiting.in_order():
-            if self._roster.in_batch() >= self._max_batch:
+            if self._roster.in_batch() + places(sequence) > self._max_batch:
                 break
             hits = self._hits(sequence)
             if hits is None:
                 continue
-            fresh = self.pages_wanted(sequence) - len(hits)
-            if not self._make_room(sequence, hits, fresh):
+            wanted = self.pages_wanted(sequence)
+            private = private_pages(sequence, wanted, self._roster.page_size)
+            fresh = wanted - len(hits)
+            if not self._make_room(sequence, hits, fresh + private * len(sequence.siblings)):
                 break
-            self._roster.enter(sequence, hits, fresh)
+            self._roster.enter(sequence, hits, fresh, private)
             self._note_hits(sequence, len(hits))
             if sequence.remote:
                 reserved.append(self._reservation(sequence, now))
         return reserved
 
     def pages_wanted(self, sequence: Sequence) -> int:
-        """Pages for its known tokens, one more token and the headroom; never more than it can ever fill."""
+        """Pages for its known tokens, one more token and the headroom; never more than it can ever fill.
+
+        Where a headroom for every sample is more than the pool holds, each gets the one token only.
+        """
+        wanted = self._pages_with(sequence, self._headroom(sequence))
+        private = private_pages(sequence, wanted, self._roster.page_size)
+        if private and wanted + private * len(sequence.siblings) > self._roster.pool.usable:
+            return self._pages_with(sequence, 1)
+        return wanted
+
+    def _pages_with(self, sequence: Sequence, headroom: int) -> int:
         known = len(sequence.tokens)
-        positions = (
-            known if sequence.prefill_only else min(known + self._headroom(sequence), max(known, sequence.limit - 1))
-        )
+        positions = known if sequence.prefill_only else min(known + headroom, max(known, sequence.limit - 1))
         return -(-positions // self._roster.page_size)
 
     def _headroom(self, sequence: Sequence) -> int:
@@ -137,3 +147,19 @@ class Admission:
         sequence.timings.queue = now - sequence.arrival
         written = sequence.pages[sequence.registered : -(-sequence.base // self._roster.page_size)]
         return Reservation(sequence.key, sequence.request.writer, written, sequence.computed)
+
+
+def places(sequence: Sequence) -> int:
+    """Places in the batch that it takes: one for each sample that will run here."""
+    return 1 if sequence.prefill_only else 1 + len(sequence.siblings)
+
+
+def private_pages(sequence: Sequence, wanted: int, page_size: int) -> int:
+    """Pages that each sibling needs for itself where the sequence wants `wanted`: all but the full ones of the prompt.
+
+    None where the first token is the last one.
+    """
+    known = len(sequence.tokens)
+    if not sequence.siblings or sequence.prefill_only or sequence.limit <= known + 1:
+        return 0
+    return wanted - known // page_size

@@ -18,6 +18,7 @@ class Row:
     params: SamplingParams
     sample: bool  # draw the token after the last one
     progress: ChunkProgress | None = None  # PREFILL sequences: what the layer hook is told
+    samples: int = 1  # with `sample`: tokens to draw, for the samples from `key.sample` on
 
 
 LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]

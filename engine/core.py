@@ -1,7 +1,8 @@
 """The engine's control: takes requests, decides steps, has them run, and hands out tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from .config import EngineOptions
 from .integrity import check_integrity
 from .load import Load
 from .prefix_cache import root_digest
-from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, Work
+from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, Work, sample_keys
 from .roster import Roster
 from .scheduler import Schedule, Scheduler
 from .sequence import Sequence, State
@@ -25,11 +26,15 @@ class Runner(Protocol):
     """Computes steps (the model, or a stand-in in tests)."""
 
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Writes the rows' KV and returns one token for each row with `sample`, in row order.
+        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order.
 
         Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
         only during the call.
         """
+        ...
+
+    def copy_pages(self, sources: Many[int], targets: Many[int]) -> None:
+        """Copies pages of all layers: targets[i] gets the content of sources[i]. No page is in both."""
         ...
 
 
@@ -65,8 +70,9 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest, with the field, if it is malformed or can never fit."""
-        if request.key in self._roster.live:
-            raise InvalidRequest(f"{request.key} is running already", field="key")
+        for key in sample_keys(request.key, request.samples):
+            if self.state_of(key) is not None:
+                raise InvalidRequest(f"{key} is running already", field="key")
         context = self._context_length
         check_request(
             request,
@@ -76,7 +82,6 @@ class EngineCore:
             usable_pages=self.pool.usable,
         )
         tokens = [*request.prompt_ids, *request.output_ids]
-        self._added += 1
         sequence = Sequence(
             request=request,
             arrival=request.arrival or self._clock(),
@@ -85,18 +90,42 @@ class EngineCore:
             root=root_digest(self._cache_root, request.cache_salt),
             tokens=tokens,
             base=len(tokens),
+            samples=request.samples,
+            siblings={key: [] for key in sample_keys(request.key, request.samples)[1:]},
         )
+        self._added += request.samples
         self._roster.add(sequence)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def cancel(self, key: SequenceKey) -> bool:
-        """Drops a sequence in any state; what it owns is free at once (what a ticket holds, after `unhold`)."""
-        sequence = self._roster.live.get(key)
-        if sequence is None:
+        """Drops a sample in any state; what it owns is free at once (what a ticket holds, after `unhold`).
+
+        What it shares with samples of the same prompt goes on for these. False when it is unknown.
+        """
+        sequence = self._carrier(key)
+        if sequence is None or key not in sequence.carried():
             return False
-        self._roster.drop(sequence)
+        self._roster.disown(sequence, key)
         return True
+
+    def abandon(self, key: SequenceKey) -> list[SequenceKey]:
+        """Drops the sequence of that name with all samples that it carries still; returns these."""
+        sequence = self._roster.live.get(key)
+        return [] if sequence is None else self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> list[SequenceKey]:
+        carried = sequence.carried()
+        self._roster.drop(sequence)
+        return carried
+
+    def _carrier(self, key: SequenceKey) -> Sequence | None:
+        return self._roster.live.get(key) or self._roster.siblings.get(key)
+
+    def carrier(self, key: SequenceKey) -> SequenceKey | None:
+        """Name of the sequence that computes this sample: until its prompt is done, the first sample's."""
+        sequence = self._carrier(key)
+        return None if sequence is None else sequence.key
 
     def expire(self, now: float) -> list[tuple[SequenceKey, Exception]]:
         """Drops the sequences whose deadline is not after `now`, whatever their state."""
@@ -105,9 +134,8 @@ class EngineCore:
         timed = [(s.request.deadline, s) for s in self._roster.live.values() if s.request.deadline is not None]
         late = [sequence for deadline, sequence in timed if deadline <= now]
         self._next_deadline = min((deadline for deadline, _ in timed if deadline > now), default=float("inf"))
-        for sequence in late:
-            self._roster.drop(sequence)
-        return [(sequence.key, DeadlineExceeded("the deadline passed")) for sequence in late]
+        dropped = [key for sequence in late for key in self._drop(sequence)]
+        return [(key, DeadlineExceeded("the deadline passed")) for key in dropped]
 
     def ticketed(self, key: SequenceKey) -> None:
         """PREFILL: its ticket came. It may start, and its pages cannot be taken from it any more."""
@@ -125,20 +153,40 @@ class EngineCore:
             self._roster.drop(sequence)
 
     def kv_arrived(self, key: SequenceKey, first: Token, finish: FinishReason | None) -> SequenceOutput | None:
-        """DECODE: its KV is whole and verified. It joins the batch, or ends if token 0 was the last.
+        """`samples_arrived` for a single sample: the output that repeats token 0, or None."""
+        outputs = self.samples_arrived(key, {key: (first, finish)})
+        return outputs[0] if outputs else None
 
-        Returns the output that repeats token 0; None if the sequence is not waiting for KV (any more). Raises
-        InvalidRequest, and changes nothing, for a token that the model does not have.
+    def samples_arrived(
+        self, key: SequenceKey, firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]]
+    ) -> list[SequenceOutput]:
+        """DECODE: the KV of that sequence is whole and verified. Its samples join the batch, or end with token 0.
+
+        Returns the outputs that repeat token 0; none if the sequence is not waiting for KV (any more). Raises, and
+        changes nothing, where a token is missing or not the model's (InvalidRequest) or where pages cannot be copied.
         """
         sequence = self._roster.awaiting.get(key)
         if sequence is None:
-            return None
-        if not 0 <= first.token_id < self._vocab_size:
-            raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
+            return []
+        for sample in sequence.carried():
+            if sample not in firsts or not 0 <= firsts[sample][0].token_id < self._vocab_size:
+                raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
+        self._copy_last_page(sequence)
         self._roster.arrive(sequence)
         if sequence.began is not None:
             sequence.timings.transfer = self._clock() - sequence.began
-        return self._append(sequence, first, finish)
+        return [self._append(parted, *firsts[parted.key]) for parted in self._roster.part(sequence)]
+
+    def _copy_last_page(self, sequence: Sequence) -> None:
+        """Gives each sibling its own copy of the prompt's last, unfilled page, where there is one."""
+        full, rest = divmod(sequence.base, self._options.page_size)
+        targets = [private[0] for private in sequence.siblings.values() if private and rest]
+        if not targets:
+            return
+        try:
+            self._runner.copy_pages([sequence.pages[full]] * len(targets), targets)
+        except Exception as error:
+            raise TwostrokeError(f"a page could not be copied: {error}") from error
 
     def has_work(self) -> bool:
         """Whether a step might do something: False only if nothing can, until something changes from outside.
@@ -170,15 +218,14 @@ class EngineCore:
     def _run(self, plan: Schedule, hook: LayerHook | None) -> list[Token]:
         wants_hook = any(row.progress is not None for row in plan.rows)
         tokens = self._runner.run(plan.rows, hook if wants_hook else None)
-        wanted = sum(row.sample for row in plan.rows)
+        wanted = sum(row.samples for row in plan.rows if row.sample)
         if len(tokens) != wanted:
             raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
         return tokens
 
     def _fail(self, plan: Schedule, error: Exception, result: StepResult) -> None:
         for sequence in plan.sequences:
-            self._roster.drop(sequence)
-            result.failures.append((sequence.key, error))
+            result.failures += [(key, error) for key in self._drop(sequence)]
 
     def _advance(self, plan: Schedule, tokens: list[Token], result: StepResult) -> None:
         """Takes the step's KV for written and its tokens for the sequences' next ones."""
@@ -187,9 +234,28 @@ class EngineCore:
             sequence.computed += len(row.token_ids)
             self._roster.publish(sequence)
             if row.sample:
-                result.outputs.append(self._append(sequence, next(drawn), None))
+                self._take(sequence, [next(drawn) for _ in range(row.samples)], result)
             if sequence.prefill_only and sequence.remaining == 0:
                 self._end_prefill(sequence)
+
+    def _take(self, sequence: Sequence, tokens: list[Token], result: StepResult) -> None:
+        """New tokens of a sequence; after a prompt with several samples, token 0 of each.
+
+        A PREFILL sequence tells those of cancelled samples too: the decode worker may not have heard of that.
+        """
+        if sequence.samples == 1:
+            result.outputs.append(self._append(sequence, tokens[0], None))
+            return
+        firsts = dict(zip(sample_keys(sequence.key, len(tokens)), tokens, strict=True))
+        if sequence.prefill_only:
+            result.outputs += [self._append(sequence, token, None, key) for key, token in firsts.items()]
+            return
+        try:
+            self._copy_last_page(sequence)
+        except TwostrokeError as error:
+            result.failures += [(key, error) for key in self._drop(sequence)]
+            return
+        result.outputs += [self._append(parted, firsts[parted.key], None) for parted in self._roster.part(sequence)]
 
     def _end_prefill(self, sequence: Sequence) -> None:
         if sequence.released:
@@ -197,8 +263,13 @@ class EngineCore:
         else:
             self._roster.park(sequence)
 
-    def _append(self, sequence: Sequence, token: Token, finish: FinishReason | None) -> SequenceOutput:
-        """Adds a new token; drops the sequence if that was its last (a PREFILL one stays until `release`)."""
+    def _append(
+        self, sequence: Sequence, token: Token, finish: FinishReason | None, key: SequenceKey | None = None
+    ) -> SequenceOutput:
+        """Adds a new token; drops the sequence if that was its last (a PREFILL one stays until `release`).
+
+        `key`: of the sample, where it is not the sequence's own.
+        """
         index = sequence.next_index()
         finish = finish or self._finish(sequence, token.token_id)
         first = len(sequence.tokens) == sequence.base
@@ -212,7 +283,7 @@ class EngineCore:
             if finish:
                 self._scheduler.admission.output_length.observe(index + 1)
                 self._roster.drop(sequence)
-        return SequenceOutput(sequence.key, index, [token], finish, timings)
+        return SequenceOutput(key or sequence.key, index, [token], finish, timings)
 
     def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         params = sequence.request.params
@@ -236,7 +307,7 @@ class EngineCore:
 
     def state_of(self, key: SequenceKey) -> State | None:
         """Where a sequence stands; None when it is unknown."""
-        sequence = self._roster.live.get(key)
+        sequence = self._carrier(key)
         return None if sequence is None else sequence.state
 
     def check_integrity(self, *, idle: bool = False) -> None:

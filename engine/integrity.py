@@ -19,7 +19,7 @@ def check_integrity(roster: Roster, *, idle: bool = False) -> None:
 
     `idle`: additionally, no sequence, no owned or held page and nothing pending may be left.
     """
-    owners = Counter(page for sequence in roster.live.values() for page in sequence.pages)
+    owners = Counter(page for sequence in roster.live.values() for page in _owned(sequence))
     violations = [*_pages(roster.pool, owners), *_cache(roster.pool), *_pending(roster)]
     for sequence in roster.live.values():
         texts = [*_sequence(roster.page_size, sequence), *_content(roster, sequence, owners)]
@@ -29,6 +29,13 @@ def check_integrity(roster: Roster, *, idle: bool = False) -> None:
         violations += _leftovers(roster)
     if violations:
         raise IntegrityError("; ".join(violations))
+
+
+def _owned(sequence: Sequence) -> Iterator[int]:
+    """Its block table and what it has set aside for its siblings."""
+    yield from sequence.pages
+    for private in sequence.siblings.values():
+        yield from private
 
 
 def _pages(pool: BlockPool, owners: Counter[int]) -> Iterator[str]:
@@ -84,11 +91,18 @@ def _sequence(page_size: int, sequence: Sequence) -> Iterator[str]:
         yield f"{sequence.computed} of {len(sequence.tokens)} tokens computed, limit {sequence.limit}"
     if sequence.computed > len(pages) * page_size:
         yield f"{sequence.computed} tokens computed in {len(pages)} pages"
+    if not sequence.carried():
+        yield "runs for nobody"
+    if sequence.siblings and sequence.samples == 1:
+        yield "has siblings that it will not part from"
 
 
 def _content(roster: Roster, sequence: Sequence, owners: Counter[int]) -> Iterator[str]:
     """What is not written yet is nobody else's and cannot be found; what is written is found by its own digest only."""
     full = sequence.computed // roster.page_size
+    for page in (page for private in sequence.siblings.values() for page in private):
+        if owners[page] > 1 or roster.pool.prefix.digest_of(page) is not None:
+            yield f"page {page}, set aside for a sibling, is in use"
     for index, page in enumerate(sequence.pages):
         digest = roster.pool.prefix.digest_of(page)
         if index >= full and digest is not None:
@@ -110,6 +124,12 @@ def _sets(roster: Roster) -> Iterator[str]:
     tokens = sum(len(sequence.tokens) for sequence in waiting.values() if not sequence.remote)
     if (roster.waiting.total(), roster.waiting.prompt_tokens) != (len(waiting), tokens):
         yield "the waiting queue's figures are wrong"
+    carried = {key: sequence for sequence in roster.live.values() for key in sequence.siblings}
+    if roster.siblings != carried or carried.keys() & roster.live.keys():
+        yield "the table of siblings is wrong"
+    admitted = [s for s in roster.live.values() if s.state is not State.WAITING and not s.prefill_only]
+    if roster.expected != sum(len(sequence.siblings) for sequence in admitted):
+        yield "the count of expected siblings is wrong"
     if roster.decode_work != sum(sequence.request.work is Work.DECODE for sequence in roster.live.values()):
         yield "the count of DECODE sequences is wrong"
 

@@ -29,6 +29,11 @@ class SequenceKey(NamedTuple):
     attempt: int
 
 
+def sample_keys(key: SequenceKey, samples: int) -> list[SequenceKey]:
+    """The names of `samples` samples, `key` being the first one's."""
+    return [key._replace(sample=key.sample + index) for index in range(samples)]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw and when to stop; complete, validated by the gateway and again by `EngineCore.add`."""
@@ -68,6 +73,7 @@ class Request:
     cache_salt: bytes = b""
     start_now: bool = True  # PREFILL: start before the ticket comes
     writer: int = 0  # DECODE: incarnation of the prefill worker that will write the KV
+    samples: int = 1  # answers to draw, `key.sample` being the first; more than 1 only without `output_ids`
 
 
 class Token(NamedTuple):

@@ -1,5 +1,7 @@
 """The model runner: a step's rows to tensors, through the decoder and the sampler, to tokens."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,14 @@ class ModelRunner:
     def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions, pool: Tensor) -> None:
         """`pool`: [layers, pages, 2, kv_heads, page_size, head_dim], contiguous, in the options' dtype and device."""
         self._decoder = Decoder(config, weights, pool)
+        self._pool = pool
         self._shape = PoolShape(config.kv_heads, options.page_size, config.head_dim)
         self._device = pool.device
         self._frequencies = rope_frequencies(config.rope_theta, config.head_dim, pool.device)
 
     @torch.inference_mode()
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Compute a step. Returns one token for each row with `sample`, in row order."""
+        """Compute a step. Returns the tokens of each row with `sample`, in row order."""
         if not rows:
             return []
         spans = _spans(rows)
@@ -35,8 +38,20 @@ class ModelRunner:
         progress = [row.progress for row in rows if row.progress is not None]
         written = None if hook is None or not progress else lambda layer: hook(layer, progress)
         logits = self._decoder.forward(step, written)
-        draws = [Draw(row.params, row.key.sample, row.start + len(row.token_ids)) for row in rows if row.sample]
+        drawing = [row for row in rows if row.sample]
+        draws = [
+            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids))
+            for row in drawing
+            for index in range(row.samples)
+        ]
+        if len(draws) > len(drawing):  # all samples of a prompt begin with the same logits
+            logits = logits.repeat_interleave(self._tensor([row.samples for row in drawing]), dim=0)
         return sample(logits, draws)
+
+    @torch.inference_mode()
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole pages of all layers: targets[i] gets the content of sources[i]."""
+        self._pool[:, self._tensor(targets)] = self._pool[:, self._tensor(sources)]
 
     def _inputs(self, rows: list[Row], spans: list[tuple[Row, Span]]) -> StepInputs:
         size = self._shape.page_size
@@ -60,7 +75,7 @@ class ModelRunner:
             sampled=self._tensor(sampled),
         )
 
-    def _tensor(self, numbers: list[int]) -> Tensor:
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
 

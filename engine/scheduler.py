@@ -90,6 +90,7 @@ class Scheduler:
         row = Row(
             sequence.key, sequence.tokens[start:end], start, sequence.pages, sequence.request.params, sample, progress
         )
+        row.samples = sequence.samples
         plan.rows.append(row)
         plan.sequences.append(sequence)
 

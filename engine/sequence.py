@@ -1,6 +1,6 @@
 """A sequence in the engine: the request, what has become of it so far, and what it owns."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .request import Request, SequenceKey, SequenceTimings, Work
@@ -40,6 +40,11 @@ class Sequence:
     released: bool = False  # PREFILL: nobody will fetch its pages
     began: float | None = None  # first chunk, or reservation
     timings: SequenceTimings = field(default_factory=SequenceTimings)
+    samples: int = 1  # tokens to draw after the prompt; 1 once the samples go their own ways
+    # Further samples that are wanted, until they become sequences themselves (those of PREFILL never do), and the pages
+    # that each will have for itself: a copy of the last, unfilled page, and room for its first token.
+    siblings: dict[SequenceKey, list[int]] = field(default_factory=dict)
+    wanted: bool = True  # False: its own sample was cancelled, it runs for its siblings
 
     @property
     def key(self) -> SequenceKey:
@@ -80,6 +85,24 @@ class Sequence:
     def group(self) -> int | None:
         """Whose pages it may wait for (see `PendingPages`)."""
         return self.request.writer if self.remote else None
+
+    def carried(self) -> list[SequenceKey]:
+        """The samples that end with it."""
+        return [self.key, *self.siblings] if self.wanted else list(self.siblings)
+
+    def sibling(self, key: SequenceKey, pages: list[int]) -> "Sequence":
+        """Another sample of the same prompt, with that block table: from here on it goes its own way."""
+        return replace(
+            self,
+            request=replace(self.request, key=key, samples=1),
+            order=self.order + key.sample - self.key.sample,
+            tokens=list(self.tokens),
+            pages=pages,
+            chain=list(self.chain),
+            siblings={},
+            wanted=True,
+            timings=replace(self.timings),
+        )
 
     def next_index(self) -> int:
         """Output index of the next new token."""

@@ -8,6 +8,7 @@ from .request import Request, SamplingParams, Work
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
+MAX_SAMPLES = 16
 
 
 def check_request(
@@ -16,10 +17,14 @@ def check_request(
     """Raises InvalidRequest, with the field, for one that is malformed or can never fit into `usable_pages`."""
     check_params(request.params, vocab_size)
     _check_tokens(request, options, context_length, vocab_size)
+    _check_samples(request, options)
     limit = token_limit(request, context_length)
     known = len(request.prompt_ids) + len(request.output_ids)
     positions = known if request.work is Work.PREFILL else max(known, limit - 1)
     needed, known_pages = (-(-count // options.page_size) for count in (positions, known))
+    parting = known_pages if positions == known else _pages_at_parting(request, known, options.page_size)
+    if needed <= usable_pages < parting:
+        raise InvalidRequest(f"needs {parting} KV pages, this engine has {usable_pages}", field="samples")
     if needed > usable_pages:
         field = "prompt_ids" if known_pages > usable_pages else "max_tokens"
         raise InvalidRequest(f"needs {needed} KV pages, this engine has {usable_pages}", field=field)
@@ -28,6 +33,24 @@ def check_request(
 def token_limit(request: Request, context_length: int) -> int:
     """The most tokens, prompt and output together, that the sequence may have."""
     return min(len(request.prompt_ids) + request.params.max_tokens, context_length)
+
+
+def _pages_at_parting(request: Request, known: int, page_size: int) -> int:
+    """Pages for the prompt and one more token of each sample; full pages of the prompt are shared."""
+    first = -(-(known + 1) // page_size)
+    return first + (request.samples - 1) * (first - known // page_size)
+
+
+def _check_samples(request: Request, options: EngineOptions) -> None:
+    """All samples that run here must fit into the batch at once."""
+    samples = request.samples
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise InvalidRequest(f"samples must be in 1 .. {MAX_SAMPLES}, not {samples}", field="samples")
+    if samples > 1 and request.output_ids:
+        raise InvalidRequest("several samples begin at the prompt's end: output_ids must be empty", field="samples")
+    most = max(1, min(options.max_batch, options.token_budget - 1))
+    if samples > most and request.work is not Work.PREFILL:
+        raise InvalidRequest(f"{samples} samples are more than run here at once ({most})", field="samples")
 
 
 def _check_tokens(request: Request, options: EngineOptions, context_length: int, vocab_size: int) -> None:
