@@ -20,6 +20,8 @@ class WorkerReport:
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    replays: int = 0
+    route: str = ""  # why these workers
 
 
 class Answer:
@@ -105,4 +107,6 @@ class Answer:
             seed=self._seed,
             prefill_worker=report.prefill_worker,
             decode_worker=report.decode_worker,
+            replays=report.replays,
+            route=report.route,
         )

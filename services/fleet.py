@@ -43,6 +43,7 @@ class Fleet:
         self._on_change = on_change
         self._model = model
         self._tasks: list[asyncio.Task[None]] = []
+        self._change = asyncio.Event()
 
     def start(self) -> None:
         """Begins to connect."""
@@ -61,7 +62,11 @@ class Fleet:
 
     def loads(self) -> list[WorkerLoad]:
         """Of all ready workers, as the router wants them."""
-        return [session.load for session in self._ready.values()]
+        return [session.load for session in self._ready.values() if not session.ended.done()]
+
+    async def change(self) -> None:
+        """Returns when the next worker joins, leaves, or begins or ceases to drain."""
+        await self._change.wait()
 
     def count(self, *roles: Role) -> int:
         """Ready workers of these roles that take new work."""
@@ -92,6 +97,8 @@ class Fleet:
 
     def changed(self) -> None:
         """A worker joined, left or began to drain."""
+        passed, self._change = self._change, asyncio.Event()
+        passed.set()
         self._on_change()
 
     def check(self, session: WorkerSession) -> None:

@@ -1,17 +1,15 @@
 """One attempt of a request on its workers: who runs which part, and what they answer, as one stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..engine.request import FinishReason, SequenceKey, SequenceTimings, Token
-from ..errors import DeadlineExceeded, HandoverExpired, InvalidRequest, TwostrokeError, Unavailable
+from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError, Unavailable
 from ..v1 import worker_pb2 as pb
 from .answer import WorkerReport
 from .inbox import Event, Failed, Gone, Inbox, Output
 from .merge import Merger
 from .worker_session import RETRY_S, WorkerSession
-
-EXPIRED = ("expired", "in time")  # of a lost hand-over: its time ran out; otherwise its writer is gone
 
 
 @dataclass(slots=True)
@@ -29,15 +27,29 @@ class Part:
     timings: SequenceTimings | None = None
 
 
+class Lost(Exception):
+    """The attempt is over, but another one may succeed."""
+
+    def __init__(self, error: TwostrokeError, *, workers: Iterable[int] = (), counted: bool = True) -> None:
+        """`error`: what it would be without another attempt. `workers`: better avoided. `counted`: as a failure."""
+        super().__init__(error.message)
+        self.error = error
+        self.workers = frozenset(workers)
+        self.counted = counted
+
+
 class Flight:
     """`launch` starts the parts; `take` gives the merged tokens; `close` drops whatever still runs."""
 
-    def __init__(self, key: SequenceKey, inbox: Inbox, max_tokens: int) -> None:
+    def __init__(self, key: SequenceKey, inbox: Inbox, max_tokens: int, *, first_index: int = 0) -> None:
+        """`first_index`: of the first token that is wanted; a replay goes on where the last attempt was."""
         self.key = key
+        self.launched = False  # a part was sent, or it was tried
         self._inbox = inbox
-        self._merger = Merger(max_tokens)
+        self._first_index = first_index
+        self._merger = Merger(max_tokens, first_index)
         self._parts: dict[int, Part] = {}
-        self._error: TwostrokeError | None = None
+        self._error: TwostrokeError | Lost | None = None
         self._closed = False
 
     @property
@@ -47,12 +59,18 @@ class Flight:
 
     def launch(self, part: Part, submit: pb.Submit) -> None:
         """Sends a part to its worker. Unavailable where its session is over."""
+        self.launched = True
         part.session.submit(self.key, submit, self._inbox)
         part.session.load.charge(part.tokens, part.pages)
         self._parts[part.session.incarnation] = part
 
+    def lose(self, error: TwostrokeError) -> None:
+        """It is over; another attempt may succeed."""
+        self._error = self._error or Lost(error)
+
     async def take(self) -> list[Token]:
-        """The next tokens, in order, each once; may be empty. Raises the failure that ended the request."""
+        """The next tokens, in order, each once; may be empty. Raises the failure that ended the attempt: Lost where
+        another one may succeed."""
         if self._error is None:
             fresh: list[Token] = []
             for event in await self._inbox.take():
@@ -124,26 +142,25 @@ class Flight:
             case Gone(reason=reason):
                 part.lost = True
                 if part.decodes:
-                    self._lost(part, Unavailable(f"{part.session.name} is gone: {reason}", retry_after_s=RETRY_S))
+                    error = Unavailable(f"{part.session.name} is gone: {reason}", retry_after_s=RETRY_S)
+                    self._lost(part, Lost(error, workers=(event.worker,)))
         return ()
 
-    def _lost(self, part: Part, error: TwostrokeError) -> None:
+    def _lost(self, part: Part, error: TwostrokeError | Lost) -> None:
         """A prefill worker that fails after token 0 is out, or after the decode worker spoke, ends nothing: the decode
         worker knows whether it has the KV, and says so."""
-        if self._error is None and (part.decodes or self._merger.next_index == 0):
+        if self._error is None and (part.decodes or self._merger.next_index == self._first_index):
             self._error = error
 
-    def _failure(self, part: Part, code: pb.FailureCode.ValueType, message: str) -> TwostrokeError:
-        text = f"{part.session.name}: {message}"
+    def _failure(self, part: Part, code: pb.FailureCode.ValueType, message: str) -> TwostrokeError | Lost:
+        text, worker = f"{part.session.name}: {message}", part.session.incarnation
         if code == pb.FAILURE_CODE_INVALID:
             return InvalidRequest(message, field="input")
         if code == pb.FAILURE_CODE_DEADLINE:
             return DeadlineExceeded(text)
         if code == pb.FAILURE_CODE_DRAINING:
-            return Unavailable(text, retry_after_s=RETRY_S)
-        if code == pb.FAILURE_CODE_WRITER_LOST:
-            writer_lost = any(other.prefills and other.lost for other in self._parts.values())
-            if not writer_lost and any(word in message for word in EXPIRED):
-                return HandoverExpired(text)
-            return Unavailable(text, retry_after_s=RETRY_S)
-        return TwostrokeError(text)
+            return Lost(Unavailable(text, retry_after_s=RETRY_S), workers=(worker,), counted=False)
+        if code == pb.FAILURE_CODE_WRITER_LOST:  # the writer's fault, whether it lives or not
+            writers = [incarnation for incarnation, other in self._parts.items() if other.prefills]
+            return Lost(Unavailable(text, retry_after_s=RETRY_S), workers=writers)
+        return Lost(TwostrokeError(text), workers=(worker,))

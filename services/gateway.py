@@ -71,6 +71,8 @@ class Gateway:
             incarnation=identity.incarnation,
             stream_buffer_bytes=settings.stream_buffer_bytes,
             slow_reader_s=settings.slow_reader_s,
+            max_attempts=settings.max_attempts,
+            replay_wait_s=settings.replay_wait_s,
         )
         self._server = create_server((ErrorInterceptor(),), max_message_bytes=settings.max_message_bytes)
         self._health: Health | None = None

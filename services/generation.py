@@ -92,6 +92,8 @@ class Finish:
     seed: int
     prefill_worker: str
     decode_worker: str
+    replays: int = 0
+    route: str = ""  # why these workers, for people
 
 
 @dataclass(frozen=True, slots=True)

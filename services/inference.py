@@ -199,6 +199,8 @@ def write_finish(finish: Finish) -> pb.Finish:
         seed=finish.seed,
         prefill_worker=finish.prefill_worker,
         decode_worker=finish.decode_worker,
+        replays=finish.replays,
+        route=finish.route,
     )
 
 

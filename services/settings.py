@@ -130,6 +130,10 @@ class GatewaySettings(Settings):
     """Bytes of answer buffered for a client that reads slowly."""
     slow_reader_s: Seconds = 30
     """A client whose buffer stays full for so long loses its stream, in seconds."""
+    max_attempts: int = Field(3, ge=1, le=100)
+    """Attempts of a request in all: one that loses a worker is replayed on others; 1: never."""
+    replay_wait_s: Seconds = 30
+    """A request that lost its worker waits so long for another one, in seconds."""
 
 
 class WorkerSettings(Settings):

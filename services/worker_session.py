@@ -93,6 +93,8 @@ class WorkerSession:
                     self._put(output.key, Output(self.incarnation, output))
             case "failure":
                 failure = message.failure
+                if failure.code == pb.FAILURE_CODE_DRAINING:
+                    self.load.draining = True  # its next status may correct that
                 key = SequenceKey(self._gateway, failure.request, failure.sample, failure.attempt)
                 self._put(key, Failed(self.incarnation, failure.code, failure.message))
             case "status":

@@ -38,6 +38,7 @@ class Script:
     per_step: int = 1  # tokens a message
     first_tokens: bool = True  # PREFILL: sends token 0
     twice: bool = False  # sends every message twice
+    fail_attempts: int = FOREVER  # `mute_after` and `fail` hold for attempts below
 
 
 class StandIn(worker_pb2_grpc.WorkerServicer):
@@ -174,15 +175,17 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         finish = FinishReason.STOP
         if len(output) > submit.params.max_tokens:
             output, finish = output[: submit.params.max_tokens], FinishReason.LENGTH
-        ends = len(output) == 1
+        first = submit.first_index
+        ends = len(output) == first + 1
+        faulty = submit.attempt < script.fail_attempts
         if submit.work == pb.WORK_PREFILL:
-            output = output[:1] if script.first_tokens else []
+            output = output[: first + 1] if script.first_tokens else output[:first]
         key = SequenceKey(gateway, submit.request, submit.sample, submit.attempt)
-        for at in range(0, len(output), script.per_step):
+        for at in range(first, len(output), script.per_step):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
             tokens = output[at : at + script.per_step]
-            if at + len(tokens) > script.mute_after:
+            if faulty and at + len(tokens) > script.mute_after:
                 break
             last = at + len(tokens) == len(output) and (submit.work != pb.WORK_PREFILL or ends)
             made = SequenceOutput(
@@ -190,13 +193,13 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
                 at,
                 [Token(token, self._logprobs(token, submit)) for token in tokens],
                 finish if last else None,
-                SequenceTimings(0.001, 0.002, 0.003, 5) if at == 0 or last else None,
+                SequenceTimings(0.001, 0.002, 0.003, 5) if at == first or last else None,
             )
             for _ in range(2 if script.twice else 1):
                 outbox.put_nowait(pack_step(at + 1, [made]))
         else:
             return
-        if script.fail is not None:
+        if faulty and script.fail is not None:
             code, text = script.fail
             failure = pb.Failure(request=key.request, sample=key.sample, attempt=key.attempt, code=code, message=text)
             outbox.put_nowait(pb.FromWorker(failure=failure))

@@ -282,29 +282,29 @@ async def test_more_than_the_queue_takes_is_refused_at_once(tiny_llama_dir: Path
     [
         (wpb.FAILURE_CODE_INVALID, "never fits", Code.INVALID_ARGUMENT),
         (wpb.FAILURE_CODE_DEADLINE, "late", Code.DEADLINE_EXCEEDED),
-        (wpb.FAILURE_CODE_WRITER_LOST, "the ticket expired", Code.FAILED_PRECONDITION),
-        (wpb.FAILURE_CODE_WRITER_LOST, "the KV did not arrive in time", Code.FAILED_PRECONDITION),
+        (wpb.FAILURE_CODE_WRITER_LOST, "the ticket expired", Code.UNAVAILABLE),
         (wpb.FAILURE_CODE_WRITER_LOST, "the prefill worker died", Code.UNAVAILABLE),
         (wpb.FAILURE_CODE_DRAINING, "draining", Code.UNAVAILABLE),
         (wpb.FAILURE_CODE_INTERNAL, "oops", Code.INTERNAL),
     ],
 )
-async def test_a_decode_worker_s_failure(
+async def test_a_decode_worker_s_failure_without_replay(
     tiny_llama_dir: Path, code: wpb.FailureCode.ValueType, text: str, status: grpc.StatusCode
 ) -> None:
-    async with cluster(tiny_llama_dir, prefill(), decode(mute_after=0, fail=(code, text))) as it:
+    once = {"max_attempts": 1, "replay_wait_s": 0.1}
+    async with cluster(tiny_llama_dir, prefill(), decode(mute_after=0, fail=(code, text)), **once) as it:
         error = await refusal(it.collect(text_request()))
         assert error.code() is status
         assert text in (error.details() or "")
         assert (retry_s(error) > 0) == (status is Code.UNAVAILABLE)
         await it.idle()
-        await until(lambda: it.worker("p0").cancels.total() == 1)
+        await until(lambda: it.worker("p0").cancels.total() >= 1)
         assert not it.worker("d0").cancels
 
 
-async def test_a_prefill_worker_s_failure_before_token_0_ends_it(tiny_llama_dir: Path) -> None:
+async def test_a_prefill_worker_s_failure_before_token_0_ends_the_attempt(tiny_llama_dir: Path) -> None:
     broken = prefill(mute_after=0, fail=(wpb.FAILURE_CODE_INTERNAL, "oops"))
-    async with cluster(tiny_llama_dir, broken, decode(mute_after=0)) as it:
+    async with cluster(tiny_llama_dir, broken, decode(mute_after=0), max_attempts=1) as it:
         assert (await refusal(it.collect(text_request()))).code() is Code.INTERNAL
         await it.idle()
         await until(lambda: it.worker("d0").cancels.total() == 1)
@@ -329,32 +329,6 @@ async def test_a_dead_prefill_worker_is_survived_if_the_decode_worker_goes_on(ti
         await it.idle()
 
 
-async def test_a_lost_writer_is_unavailable_when_it_died(tiny_llama_dir: Path) -> None:
-    lost = decode(pause_s=0.5, mute_after=0, fail=(wpb.FAILURE_CODE_WRITER_LOST, "expired: it was gone"))
-    async with cluster(tiny_llama_dir, prefill(), lost) as it:
-        call = it.stub.Generate(text_request())
-        await call.read()
-        await it.worker("p0").stop()
-        await it.ready(1)
-        error = await refusal(drained(call))
-        assert error.code() is Code.UNAVAILABLE
-        assert retry_s(error) > 0
-        await it.idle()
-
-
-async def test_a_dead_decode_worker_ends_the_request_and_the_prefill_part(tiny_llama_dir: Path) -> None:
-    async with cluster(tiny_llama_dir, prefill(), decode(mute_after=0)) as it:
-        call = it.stub.Generate(text_request())
-        await call.read()
-        await it.worker("d0").stop()
-        error = await refusal(drained(call))
-        assert error.code() is Code.UNAVAILABLE
-        assert "d0 is gone" in (error.details() or "")
-        assert retry_s(error) > 0
-        await it.idle()
-        await until(lambda: it.worker("p0").cancels.total() == 1)
-
-
 async def test_a_killed_worker_process(tiny_llama_dir: Path) -> None:
     """The stand-in in a process of its own, killed while it streams; then another one at the same address."""
     script = Path(__file__).with_name("stand_in_worker.py")
@@ -370,17 +344,16 @@ async def test_a_killed_worker_process(tiny_llama_dir: Path) -> None:
     try:
         async with cluster(tiny_llama_dir, workers=[address]) as it:
             await it.ready(1)
-            call = it.stub.Generate(text_request())
-            await call.read()
+            call = it.stub.Generate(text_request(max_tokens=20))
+            pieces = [await call.read()]
             process.kill()
             await process.wait()
-            error = await refusal(drained(call))
-            assert error.code() is Code.UNAVAILABLE
             await it.ready(0)
             assert (await refusal(it.collect(text_request()))).code() is Code.UNAVAILABLE
             process, _ = await spawn(address)
-            await it.ready(1)
-            assert len(token_ids(await it.collect(text_request(max_tokens=3)))) == 3
+            while (piece := await call.read()) is not grpc.aio.EOF:
+                pieces.append(piece)
+            assert token_ids(pieces) == [10 + i % 200 for i in range(20)]
             await it.idle()
     finally:
         if process.returncode is None:

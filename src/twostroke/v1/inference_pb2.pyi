@@ -528,6 +528,8 @@ class Finish(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    REPLAYS_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """/ Why it ended."""
     stop_string: _builtins.str
@@ -538,6 +540,12 @@ class Finish(_message.Message):
     """/ The worker that prefilled, by name."""
     decode_worker: _builtins.str
     """/ The worker that decoded, by name; the same as `prefill_worker` where one did both."""
+    replays: _builtins.int
+    """/ How often the request was replayed because a worker died, hung or drained away. The workers named are the last ones;
+    / `usage.cached_tokens` is of the first that told.
+    """
+    route: _builtins.str
+    """/ Why these workers were chosen: their figures at that moment, for people."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """/ Token counts."""
@@ -556,10 +564,12 @@ class Finish(_message.Message):
         seed: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        replays: _builtins.int = ...,
+        route: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "reason", b"reason", "seed", b"seed", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "reason", b"reason", "replays", b"replays", "route", b"route", "seed", b"seed", "stop_string", b"stop_string", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,8 +62,8 @@ class InferenceServicer:
         / call's gRPC deadline is honoured in every phase (DEADLINE_EXCEEDED).
         /
         / Errors: INVALID_ARGUMENT (a field is wrong; BadRequest details name it), NOT_FOUND (unknown model),
-        / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or
-        / the one that did is gone), FAILED_PRECONDITION (the hand-over between workers expired).
+        / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or it
+        / lost more workers than it is replayed for).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

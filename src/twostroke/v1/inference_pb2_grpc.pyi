@@ -22,8 +22,8 @@ class InferenceStub:
     / call's gRPC deadline is honoured in every phase (DEADLINE_EXCEEDED).
     /
     / Errors: INVALID_ARGUMENT (a field is wrong; BadRequest details name it), NOT_FOUND (unknown model),
-    / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or
-    / the one that did is gone), FAILED_PRECONDITION (the hand-over between workers expired).
+    / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or it
+    / lost more workers than it is replayed for).
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """/ Turns text or a chat into token ids, exactly as Generate would."""
@@ -44,8 +44,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         / call's gRPC deadline is honoured in every phase (DEADLINE_EXCEEDED).
         /
         / Errors: INVALID_ARGUMENT (a field is wrong; BadRequest details name it), NOT_FOUND (unknown model),
-        / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or
-        / the one that did is gone), FAILED_PRECONDITION (the hand-over between workers expired).
+        / RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to come back), UNAVAILABLE (no worker can serve it, or it
+        / lost more workers than it is replayed for).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,103 @@
+"""Takes an attempt of a request to its workers: routes it and submits its parts."""
+
+import logging
+import time
+from collections.abc import Set
+from dataclasses import dataclass
+
+from ..engine.request import SamplingParams, SequenceKey, Work
+from ..v1 import worker_pb2 as pb
+from .fleet import Fleet
+from .flight import Flight, Part
+from .generation import GenerationRequest
+from .router import MAX_HASHES, PrefixAffinity, Role, Route, WorkerLoad, choose, prefix_hashes
+from .validation import clean_traceparent
+from .wire_gateway import make_submit
+
+AFFINITY_PAGES = 64 * MAX_HASHES
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that is ready to be routed."""
+
+    request: GenerationRequest
+    prompt_ids: list[int]
+    params: SamplingParams
+    deadline: float | None  # time.monotonic()
+
+    def timeout_s(self) -> float | None:
+        """Time left."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+
+class Dispatcher:
+    """What all requests share; one loop owns it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._affinity = PrefixAffinity(AFFINITY_PAGES)
+        self._prefill_missed = False
+
+    def launch(self, flight: Flight, job: Job, output_ids: list[int], avoid: Set[int]) -> None:
+        """Routes and submits, to both workers in the same turn of the loop. Unavailable where nobody can take it.
+
+        `output_ids`: what the client has already. `avoid`: incarnations that are taken only if no others can.
+        """
+        route = self._route(job, output_ids, avoid)
+        decode = self.fleet.session(route.decode)
+        alone = route.prefill is None and decode.load.role is Role.DECODE
+        self._tell_mode(alone=alone and not self.fleet.count(Role.PREFILL))
+        if route.prefill is None:
+            part = Part(decode, prefills=True, decodes=True, tokens=route.prefill_tokens, pages=route.pages)
+            flight.launch(part, self._submit(flight.key, job, output_ids, Work.ALL, None, route))
+            return
+        prefill = self.fleet.session(route.prefill)
+        part = Part(prefill, prefills=True, decodes=False, tokens=route.prefill_tokens, pages=route.pages)
+        flight.launch(part, self._submit(flight.key, job, output_ids, Work.PREFILL, decode.peer, route))
+        part = Part(decode, prefills=False, decodes=True, tokens=0, pages=route.pages)
+        flight.launch(part, self._submit(flight.key, job, output_ids, Work.DECODE, prefill.peer, route))
+
+    def _route(self, job: Job, output_ids: list[int], avoid: Set[int]) -> Route:
+        loads = self.fleet.loads()
+        if not loads:
+            raise self.fleet.unavailable()
+        known = [*job.prompt_ids, *output_ids]
+        hashes = prefix_hashes(known, loads[0].page_size, job.request.cache_salt)
+        met = self._affinity.lookup(hashes)
+        left = job.params.max_tokens - len(output_ids)
+
+        def chosen(among: list[WorkerLoad]) -> Route | None:
+            return choose(among, len(known), left, met)
+
+        route = chosen([load for load in loads if load.incarnation not in avoid]) or chosen(loads)
+        if route is None:
+            raise self.fleet.unavailable()
+        self._affinity.record(hashes, [worker for worker in (route.prefill, route.decode) if worker is not None])
+        return route
+
+    def _tell_mode(self, *, alone: bool) -> None:
+        """Says once when decode workers begin to compute prompts themselves, and when that is over."""
+        if alone and not self._prefill_missed:
+            logger.warning("no prefill worker: decode workers compute prompts themselves, slower")
+        elif self._prefill_missed and not alone:
+            logger.info("prompts are computed by prefill workers again")
+        self._prefill_missed = alone
+
+    def _submit(
+        self, key: SequenceKey, job: Job, output_ids: list[int], work: Work, peer: pb.Peer | None, route: Route
+    ) -> pb.Submit:
+        return make_submit(
+            key,
+            work,
+            job.prompt_ids,
+            job.params,
+            output_ids=output_ids,
+            peer=peer,
+            start_now=route.start_now,
+            timeout_s=job.timeout_s(),
+            cache_salt=job.request.cache_salt,
+            traceparent=clean_traceparent(job.request.traceparent),
+        )
