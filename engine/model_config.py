@@ -4,11 +4,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
+from .architecture import ARCHITECTURES, Architecture
+from .config_fields import Fields
+from .layer_kinds import LayerKind, read_kinds
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,7 @@ class ModelConfig:
     """Sizes and constants of one decoder. Source: the Hugging Face `config.json` and `generation_config.json`."""
 
     architecture: str
+    family: Architecture  # what holds for all models of that architecture
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -23,14 +28,24 @@ class ModelConfig:
     kv_heads: int  # divides `heads`
     head_dim: int
     vocab_size: int
-    context_length: int  # positions that the rotary embedding was trained for
+    context_length: int  # positions that can be served
     norm_eps: float
-    rope_theta: float
     tied: bool  # the output matrix is the embedding table
-    attention_bias: bool
+    activation: Activation
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    layer_kinds: tuple[LayerKind, ...]  # one a layer
+    attention_scale: float  # of the scores
+    attention_cap: float  # soft bound of the scores; 0: none
+    final_cap: float  # soft bound of the logits; 0: none
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds that occur, each once."""
+        return tuple(dict.fromkeys(self.layer_kinds))
 
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
@@ -41,34 +56,44 @@ class ModelConfig:
     @classmethod
     def from_dicts(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> "ModelConfig":
         """The same from parsed files; stop tokens of `generation` win over those of `config`."""
-        architecture = _architecture(config)
-        _refuse_unsupported(config)
-        heads = _size(config, "num_attention_heads")
-        kv_heads = _size(config, "num_key_value_heads", heads)
-        hidden_size = _size(config, "hidden_size")
-        head_dim = _size(config, "head_dim", hidden_size // heads)
+        name = _architecture(config)
+        family = ARCHITECTURES[name]
+        fields = _fields(config, family)
+        _refuse_unsupported(fields, family)
+        layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+        kv_heads, hidden_size = fields.size("num_key_value_heads", heads), fields.size("hidden_size")
+        head_dim = fields.size("head_dim", max(1, hidden_size // heads))
         if heads % kv_heads:
-            raise _wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-        if head_dim % 2 or head_dim == 0:
-            raise _wrong("head_dim", head_dim, "an even number")
+            raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+        if head_dim % 2:
+            raise ConfigError(f"config.json: head_dim is {head_dim}; supported: an even number", field="model")
+        kinds = read_kinds(fields, family, layers=layers, head_dim=head_dim)
         eos = generation.get("eos_token_id")
+        bias = fields.flag("attention_bias")
+        scalar = fields.positive("query_pre_attn_scalar", head_dim) if family.query_scalar else head_dim
         return cls(
-            architecture=architecture,
-            layers=_size(config, "num_hidden_layers"),
+            architecture=name,
+            family=family,
+            layers=layers,
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=fields.size("intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_size(config, "vocab_size"),
-            context_length=_size(config, "max_position_embeddings", 2048),
-            norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(config),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=_token_ids("eos_token_id", config.get("eos_token_id") if eos is None else eos),
-            bos_token_id=_token_id(config, "bos_token_id"),
+            vocab_size=fields.size("vocab_size"),
+            context_length=_context_length(fields, kinds),
+            norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            tied=fields.flag("tie_word_embeddings"),
+            activation=_ACTIVATIONS[fields.get(family.activation) or "silu"],
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=bias if family.o_bias is None else family.o_bias,
+            mlp_bias=fields.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
+            layer_kinds=kinds,
+            attention_scale=scalar**-0.5,
+            attention_cap=fields.maybe_positive("attn_logit_softcapping") if family.attention_cap else 0.0,
+            final_cap=fields.maybe_positive("final_logit_softcapping") if family.final_cap else 0.0,
+            eos_token_ids=_token_ids("eos_token_id", fields.get("eos_token_id") if eos is None else eos),
+            bos_token_id=_token_id(fields, "bos_token_id"),
         )
 
 
@@ -88,69 +113,51 @@ def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or []
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     if architecture not in ARCHITECTURES:
-        raise _wrong("architectures", architecture, " or ".join(ARCHITECTURES))
+        raise ConfigError(
+            f"config.json: architectures is {architecture}; supported: {', '.join(ARCHITECTURES)}", field="model"
+        )
     return architecture
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _fields(config: Mapping[str, Any], family: Architecture) -> Fields:
+    """The fields with the family's defaults behind them; those of a part go before those of the whole."""
+    if not family.part:
+        return Fields({**family.defaults, **config})
+    part = Fields(config).below(family.part)
+    if part is None:
+        raise ConfigError(f"config.json lacks {family.part}", field="model")
+    return Fields({**family.defaults, **config, **config[family.part]}, f"{family.part}.")
+
+
+def _refuse_unsupported(fields: Fields, family: Architecture) -> None:
     """Settings that would change the result and that the decoder does not know must not pass silently."""
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise _wrong("hidden_act", activation, "silu")
-    if (method := (config.get("quantization_config") or {}).get("quant_method")) is not None:
-        raise _wrong("quantization_config.quant_method", method, "unquantised weights")
-    if (factor := _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise _wrong("partial_rotary_factor", factor, "1.0")
+    if (fields.get(family.activation) or "silu") not in _ACTIVATIONS:
+        raise fields.wrong(family.activation, ", ".join(_ACTIVATIONS))
+    quantisation = fields.below("quantization_config")
+    if quantisation is not None:
+        raise quantisation.wrong("quant_method", "unquantised weights")
+    for field in family.refused:
+        if fields.get(field):
+            raise fields.wrong(field, "null or false for this architecture")
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings: `rope_parameters` (transformers 5), else `rope_scaling` (transformers 4), else nothing."""
-    for name in ("rope_parameters", "rope_scaling"):
-        if (rope := config.get(name)) is not None:
-            if not isinstance(rope, dict):
-                raise _wrong(name, rope, "an object")
-            return rope
-    return {}
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    rope = _rope(config)
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling != "default":
-        raise _wrong("rope_type", scaling, "default (no scaling)")
-    return _positive(rope, "rope_theta") if "rope_theta" in rope else _positive(config, "rope_theta", 10000.0)
+def _context_length(fields: Fields, kinds: tuple[LayerKind, ...]) -> int:
+    """max_position_embeddings, unless a rotation reaches less far, or (yarn) farther."""
+    context = fields.size("max_position_embeddings", 2048)
+    ropes = {kind.rope for kind in kinds}
+    stretched = [int(rope.factor * rope.original) for rope in ropes if rope.kind == "yarn"]
+    return min([max([context, *stretched]), *(rope.limit for rope in ropes if rope.limit)])
 
 
 def _token_ids(field: str, value: Any) -> frozenset[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) for i in ids):
-        raise _wrong(field, value, "a token id or a list of them")
+        raise ConfigError(f"config.json: {field} is {value}; supported: a token id or a list of them", field="model")
     return frozenset(ids)
 
 
-def _token_id(config: Mapping[str, Any], field: str) -> int | None:
-    value = config.get(field)
+def _token_id(fields: Fields, field: str) -> int | None:
+    value = fields.get(field)
     if value is not None and not isinstance(value, int):
-        raise _wrong(field, value, "a token id")
+        raise fields.wrong(field, "a token id")
     return value
-
-
-def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = config.get(field)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config.json lacks {field}", field="model")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(field, value, "a positive integer")
-    return value
-
-
-def _positive(config: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = config.get(field)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise _wrong(field, value, "a positive number")
-    return float(value)
-
-
-def _wrong(field: str, got: object, takes: str) -> ConfigError:
-    return ConfigError(f"config.json: {field} is {got}; supported: {takes}", field="model")

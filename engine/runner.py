@@ -7,12 +7,13 @@ from torch import Tensor
 
 from ..kernels.attention_plan import PoolShape, Span, plan_attention
 from ..kernels.kv_write import kv_rows
-from ..kernels.rope import rope_angles, rope_frequencies
+from ..kernels.rope import rope_angles
 from .batch import LayerHook, Row
 from .config import EngineOptions
-from .decoder import Decoder, StepInputs
+from .decoder import Decoder, KindInputs, StepInputs
 from .model_config import ModelConfig
 from .request import Token
+from .rope_scaling import frequencies
 from .sampler import Draw, sample
 from .weights import Weights
 
@@ -26,7 +27,8 @@ class ModelRunner:
         self._pool = pool
         self._shape = PoolShape(config.kv_heads, options.page_size, config.head_dim)
         self._device = pool.device
-        self._frequencies = rope_frequencies(config.rope_theta, config.head_dim, pool.device)
+        self._kinds = config.kinds
+        self._frequencies = {kind.rope: frequencies(kind.rope, pool.device) for kind in self._kinds}
 
     @torch.inference_mode()
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
@@ -65,15 +67,25 @@ class ModelRunner:
             slots += [span.pages[p // size] * size + p % size for p in reach]
         last = {id(row): span.first + span.count - 1 for row, span in spans}
         sampled = [last[id(row)] for row in rows if row.sample]
-        cos, sin = rope_angles(self._tensor(positions), self._frequencies)
         return StepInputs(
             token_ids=self._tensor(tokens),
-            cos=cos,
-            sin=sin,
             kv_rows=kv_rows(self._tensor(slots), self._shape.kv_heads, size),
-            attention=plan_attention([span for _, span in spans], self._shape, self._device),
+            by_kind=self._by_kind([span for _, span in spans], self._tensor(positions)),
             sampled=self._tensor(sampled),
         )
+
+    def _by_kind(self, spans: list[Span], positions: Tensor) -> list[KindInputs]:
+        """`positions`: int64 [tokens]."""
+        longest = max(span.start + span.count for span in spans)
+        angles = {
+            rope: rope_angles(positions, table, rope.attention_factor) for rope, table in self._frequencies.items()
+        }
+        # A window that nobody has outgrown is none.
+        windows = [kind.window if kind.window < longest else 0 for kind in self._kinds]
+        plans = {window: plan_attention(spans, self._shape, self._device, window) for window in set(windows)}
+        return [
+            KindInputs(*angles[kind.rope], plans[window]) for kind, window in zip(self._kinds, windows, strict=True)
+        ]
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)

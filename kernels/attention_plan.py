@@ -35,12 +35,13 @@ class DecodeGroup:
 
     first: int  # their tokens are first .. first + count - 1
     count: int
-    length: int  # positions: of the one sequence, else padded to whole pages
+    length: int  # slots: up to the token of the one sequence, else padded to whole pages
     slabs: (
         Tensor  # int64 [2 * count * kv_heads * pages]: rows of the pool as [pages * 2 * kv_heads, page_size * head_dim]
     )
     beyond: Tensor | None  # int64: slots of no position, indices into [2 * count * kv_heads * length]; None: count is 1
-    mask: Tensor | None  # float32 [count * kv_heads, 1, length]: -inf there, else 0
+    mask: Tensor | None  # float32 [count * kv_heads, 1, length]: -inf there and before the window, else 0
+    low: int = 0  # of the one sequence: its first slot in the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,9 @@ class Chunk:
 
     first: int
     count: int
-    start: int
+    start: int  # slot of the first one: its position, less those of the pages before its window
     slabs: Tensor  # int64 [2 * kv_heads * pages]
+    window: int = 0  # a token sees so many, itself counted in; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,60 +64,89 @@ class AttentionPlan:
     chunks: list[Chunk]
 
 
-def plan_attention(spans: Sequence[Span], shape: PoolShape, device: torch.device | str = "cpu") -> AttentionPlan:
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What one span's attention reads: the pages from its first token's window on. Their positions are its slots."""
+
+    span: Span
+    pages: list[int]
+    start: int  # slot of its first token
+    low: int  # first slot that this token sees
+
+    @property
+    def length(self) -> int:
+        return self.start + self.span.count
+
+
+def plan_attention(
+    spans: Sequence[Span], shape: PoolShape, device: torch.device | str = "cpu", window: int = 0
+) -> AttentionPlan:
     """Groups the spans of one token and plans the others one by one.
 
-    Spans of one token should come first and longest first: neighbours are grouped, and padding costs.
+    Spans of one token should come first and longest first: neighbours are grouped, and padding costs. `window`: a token
+    sees so many tokens, itself counted in; 0: all before it. Pages out of every window are not read; they stay in the
+    block table, which all layers share.
     """
-    groups = [_group(members, shape, device) for members in _neighbours(spans, shape)]
+    reaches = [_reach(span, shape, window) for span in spans]
+    groups = [_group(members, shape, device) for members in _neighbours(reaches, shape)]
     chunks = [
-        Chunk(span.first, span.count, span.start, _slabs([_pages(span, shape)], shape, device))
-        for span in spans
-        if span.count > 1
+        Chunk(reach.span.first, reach.span.count, reach.start, _slabs([reach.pages], shape, device), window)
+        for reach in reaches
+        if reach.span.count > 1
     ]
     return AttentionPlan(shape, groups, chunks)
 
 
-def _neighbours(spans: Sequence[Span], shape: PoolShape) -> Iterator[list[Span]]:
+def _reach(span: Span, shape: PoolShape, window: int) -> _Reach:
+    needed = -(-(span.start + span.count) // shape.page_size)
+    if len(span.pages) < needed:
+        raise ValueError(f"a block table of {len(span.pages)} pages for {span.start + span.count} positions")
+    low = max(0, span.start + 1 - window) if window else 0
+    skipped = low // shape.page_size
+    before = skipped * shape.page_size
+    return _Reach(span, list(span.pages[skipped:needed]), span.start - before, low - before)
+
+
+def _neighbours(reaches: Sequence[_Reach], shape: PoolShape) -> Iterator[list[_Reach]]:
     """Runs of one-token spans whose padding at most doubles what is read, within GROUP_ELEMENTS."""
-    members: list[Span] = []
-    for span in spans:
-        if span.count != 1:
+    members: list[_Reach] = []
+    for reach in reaches:
+        if reach.span.count != 1:
             continue
-        if members and not _fits(members, span, shape):
+        if members and not _fits(members, reach, shape):
             yield members
             members = []
-        members.append(span)
+        members.append(reach)
     if members:
         yield members
 
 
-def _fits(members: list[Span], span: Span, shape: PoolShape) -> bool:
-    lengths = [members[0].start + 1, members[-1].start + 1, span.start + 1]
+def _fits(members: list[_Reach], reach: _Reach, shape: PoolShape) -> bool:
+    lengths = [members[0].length, members[-1].length, reach.length]
     longest, shortest = max(lengths), min(lengths)
     elements = (len(members) + 1) * longest * shape.kv_heads * shape.head_dim
-    adjacent = members[-1].first + 1 == span.first
+    adjacent = members[-1].span.first + 1 == reach.span.first
     return adjacent and longest <= 2 * shortest + shape.page_size and elements <= GROUP_ELEMENTS
 
 
-def _group(members: list[Span], shape: PoolShape, device: torch.device | str) -> DecodeGroup:
-    first, count = members[0].first, len(members)
-    slabs = _slabs([_pages(span, shape) for span in members], shape, device)
+def _group(members: list[_Reach], shape: PoolShape, device: torch.device | str) -> DecodeGroup:
+    first, count = members[0].span.first, len(members)
+    slabs = _slabs([reach.pages for reach in members], shape, device)
     if count == 1:
-        return DecodeGroup(first, 1, members[0].start + 1, slabs, None, None)
+        return DecodeGroup(first, 1, members[0].length, slabs, None, None, members[0].low)
     length = slabs.numel() // (2 * count * shape.kv_heads) * shape.page_size
-    lengths = torch.tensor([span.start + 1 for span in members], device=device)
-    beyond = torch.arange(length, device=device) >= lengths.repeat_interleave(shape.kv_heads).unsqueeze(1)
-    mask = torch.zeros(beyond.shape, device=device).masked_fill_(beyond, float("-inf")).unsqueeze(1)
+    slots = torch.arange(length, device=device)
+    beyond = slots >= _by_head([reach.length for reach in members], shape, device)
+    hidden = beyond
+    if any(reach.low for reach in members):
+        hidden = beyond | (slots < _by_head([reach.low for reach in members], shape, device))
+    mask = torch.zeros(beyond.shape, device=device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
     return DecodeGroup(first, count, length, slabs, beyond.repeat(2, 1).view(-1).nonzero().view(-1), mask)
 
 
-def _pages(span: Span, shape: PoolShape) -> list[int]:
-    """The pages that hold the span's positions, and no page beyond."""
-    needed = -(-(span.start + span.count) // shape.page_size)
-    if len(span.pages) < needed:
-        raise ValueError(f"a block table of {len(span.pages)} pages for {span.start + span.count} positions")
-    return list(span.pages[:needed])
+def _by_head(numbers: list[int], shape: PoolShape, device: torch.device | str) -> Tensor:
+    """A sequence's number for each of its KV heads: int64 [sequences * kv_heads, 1]."""
+    return torch.tensor(numbers, device=device).repeat_interleave(shape.kv_heads).unsqueeze(1)
 
 
 def _slabs(tables: list[list[int]], shape: PoolShape, device: torch.device | str) -> Tensor:

@@ -13,21 +13,24 @@ def rope_frequencies(theta: float, head_dim: int, device: torch.device | str = "
     return 1.0 / theta**exponents
 
 
-def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rope_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """What `rotate_` multiplies by at these positions.
 
-    `positions`: int64 [tokens]; `frequencies`: float32 [head_dim / 2]. Returns the cosines and the sines, the first
-    half of the latter negated: float32 [tokens, 1, head_dim] each.
+    `positions`: int64 [tokens]; `frequencies`: float32 [rotary_dim / 2]; `scale`: of all results. Returns the cosines
+    and the sines, the first half of the latter negated: float32 [tokens, 1, rotary_dim] each.
     """
     angles = torch.outer(positions.to(torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos.mul_(scale), sin.mul_(scale)
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates query and key heads in place, computing in float32.
 
-    `heads`: [tokens, heads, head_dim], may be strided; `cos`, `sin`: [tokens, 1, head_dim], from `rope_angles`.
+    `heads`: [tokens, heads, rotary_dim], may be strided (the first elements of wider heads); `cos`, `sin`:
+    [tokens, 1, rotary_dim], from `rope_angles`.
     """
     x = heads.to(torch.float32)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twostroke.engine.decoder import Decoder, StepInputs
+from twostroke.engine.decoder import Decoder, KindInputs, StepInputs
 from twostroke.engine.model_config import ModelConfig
+from twostroke.engine.rope_scaling import frequencies
 from twostroke.engine.weights import load_weights
 from twostroke.kernels.attention_plan import PoolShape, Span, plan_attention
 from twostroke.kernels.kv_write import kv_rows
-from twostroke.kernels.rope import rope_angles, rope_frequencies
+from twostroke.kernels.rope import rope_angles
 
 SHAPES = {
     "plain": {},
@@ -51,7 +52,7 @@ class Harness:
         self.pool = torch.full(size, float("nan"), dtype=dtype)
         self.decoder = Decoder(self.config, load_weights(path, self.config, dtype), self.pool)
 
-    def run(self, rows: list[tuple[list[int], int, list[int]]], sampled: list[int], written=None) -> torch.Tensor:
+    def step(self, rows: list[tuple[list[int], int, list[int]]], sampled: list[int]) -> StepInputs:
         """`rows`: (token ids, start, block table)."""
         spans, tokens, positions, slots = [], [], [], []
         for ids, start, pages in rows:
@@ -60,18 +61,23 @@ class Harness:
             reach = range(start, start + len(ids))
             positions += reach
             slots += [pages[p // self.shape.page_size] * self.shape.page_size + p % self.shape.page_size for p in reach]
-        frequencies = rope_frequencies(self.config.rope_theta, self.config.head_dim)
-        cos, sin = rope_angles(torch.tensor(positions), frequencies)
-        step = StepInputs(
+        kinds = [
+            KindInputs(
+                *rope_angles(torch.tensor(positions), frequencies(kind.rope), kind.rope.attention_factor),
+                plan_attention(spans, self.shape, window=kind.window),
+            )
+            for kind in self.config.kinds
+        ]
+        return StepInputs(
             token_ids=torch.tensor(tokens),
-            cos=cos,
-            sin=sin,
             kv_rows=kv_rows(torch.tensor(slots), self.shape.kv_heads, self.shape.page_size),
-            attention=plan_attention(spans, self.shape),
+            by_kind=kinds,
             sampled=torch.tensor(sampled, dtype=torch.int64),
         )
+
+    def run(self, rows: list[tuple[list[int], int, list[int]]], sampled: list[int], written=None) -> torch.Tensor:
         with torch.inference_mode():
-            return self.decoder.forward(step, written)
+            return self.decoder.forward(self.step(rows, sampled), written)
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -154,3 +160,18 @@ def test_16_bit_types_stay_close(tmp_path, dtype):
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0, -1]
     assert torch.nn.functional.cosine_similarity(logits[0].float(), expected, dim=0) > 0.999
+
+
+def test_observe_is_shown_the_embeddings_and_each_layers_output(tmp_path):
+    model, harness = make_model(tmp_path), Harness(path=tmp_path)
+    ids, seen, expected = ids_of(20), [], []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: expected.append(output[0]))
+    with torch.inference_mode():
+        model(torch.tensor([ids]))
+        step = harness.step([(ids, 0, [1, 2])], list(range(20)))
+        harness.decoder.hidden(step, observe=lambda hidden: seen.append(hidden.clone()))
+        expected.insert(0, model.model.embed_tokens(torch.tensor(ids)))
+    assert len(seen) == 4
+    for ours, theirs in zip(seen, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -8,23 +8,19 @@ from twostroke.engine.memory import plan_kv
 from twostroke.engine.model_config import ModelConfig
 from twostroke.errors import ConfigError
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    layers=30,
-    hidden_size=576,
-    intermediate_size=1536,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    vocab_size=49152,
-    context_length=8192,
-    norm_eps=1e-5,
-    rope_theta=1e5,
-    tied=True,
-    attention_bias=False,
-    mlp_bias=False,
-    eos_token_ids=frozenset({2}),
-    bos_token_id=1,
+CONFIG = ModelConfig.from_dicts(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    {},
 )
 
 

@@ -5,7 +5,9 @@ import sys
 import pytest
 from transformers import LlamaConfig
 
+from twostroke.engine.layer_kinds import LayerKind
 from twostroke.engine.model_config import ModelConfig
+from twostroke.engine.rope_config import Rope
 from twostroke.errors import ConfigError
 
 LLAMA = {
@@ -28,9 +30,10 @@ def test_what_is_absent_has_the_defaults_of_transformers():
     assert (config.heads, config.kv_heads, config.head_dim) == (4, 4, 24)
     assert config.context_length == reference.max_position_embeddings
     assert config.norm_eps == reference.rms_norm_eps
-    assert config.rope_theta == 10000.0
+    assert config.kinds == (LayerKind(Rope(10_000.0, 24)),)
     assert config.tied == reference.tie_word_embeddings
-    assert (config.attention_bias, config.mlp_bias) == (reference.attention_bias, reference.mlp_bias)
+    assert (config.qkv_bias, config.o_bias) == (reference.attention_bias,) * 2
+    assert config.mlp_bias == reference.mlp_bias
     assert (config.eos_token_ids, config.bos_token_id) == (frozenset(), None)
 
 
@@ -48,7 +51,7 @@ def test_what_is_given_is_taken():
     )
     assert (config.layers, config.hidden_size, config.intermediate_size, config.vocab_size) == (3, 96, 200, 1000)
     assert (config.kv_heads, config.head_dim, config.context_length, config.norm_eps) == (2, 32, 8192, 1e-5)
-    assert (config.tied, config.attention_bias, config.mlp_bias) == (True, True, True)
+    assert (config.tied, config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True, True)
     assert (config.bos_token_id, config.eos_token_ids) == (1, frozenset({2, 7}))
 
 
@@ -64,7 +67,8 @@ def test_what_is_given_is_taken():
     ],
 )
 def test_every_spelling_of_the_rope_base(spelling):
-    assert read(**spelling).rope_theta == 500_000.0
+    (kind,) = read(**spelling).kinds
+    assert kind == LayerKind(Rope(500_000.0, 24))
 
 
 def test_stop_tokens_of_the_generation_config_win():
@@ -81,9 +85,10 @@ def test_stop_tokens_of_the_generation_config_win():
         ({"architectures": ...}, "architectures is none"),
         ({"architectures": []}, "architectures is none"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is llama3"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is yarn"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type is linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks rope_scaling.low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters.rope_type is proportional"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.type is mrope"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks rope_scaling.factor"),
         ({"rope_scaling": "linear"}, "rope_scaling is linear"),
         ({"rope_theta": -1.0}, "rope_theta is -1"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
@@ -125,7 +130,8 @@ def test_a_directory_is_read(tmp_path):
 def test_the_embedded_model(smollm2_dir):
     config = ModelConfig.from_dir(smollm2_dir)
     assert (config.layers, config.hidden_size, config.heads, config.kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
-    assert (config.vocab_size, config.context_length, config.rope_theta) == (49152, 8192, 100_000.0)
+    assert (config.vocab_size, config.context_length) == (49152, 8192)
+    assert config.kinds == (LayerKind(Rope(100_000.0, 64)),)
     assert config.tied
     assert {0, 2} == config.eos_token_ids
 
