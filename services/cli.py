@@ -1,5 +1,6 @@
 """The command `twostroke`."""
 
+import os
 from typing import IO, Any
 
 import click
@@ -52,6 +53,8 @@ def main() -> None:
     Settings come from flags, then TWOSTROKE_* variables, then a TOML file (--config), then defaults:
     --max-batch 8, TWOSTROKE_MAX_BATCH=8, and max_batch = 8 under [worker] mean the same.
     """
+    # Read when gRPC is imported, which commands do later: else each server that stops leaves a line on stderr.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 for command in (up.up, generate.generate, models.models, models.convert, doctor.doctor):

@@ -1,6 +1,6 @@
 """What a door asks of the gateway and what it gets: plain data, whatever protocol the door speaks."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ class TextInput:
 class TokenInput:
     """Token ids, taken as they are."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]  # of a message still: there may be millions, which are counted before anything is made of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from .generation import (
 )
 from .lifecycle import Lifecycle
 from .router import Role
+from .validation import check_messages
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
@@ -119,7 +120,7 @@ def time_left(remaining: float | None) -> float | None:
 def read_request(
     request: pb.GenerateRequest, request_id: str, timeout_s: float | None, traceparent: str
 ) -> GenerationRequest:
-    """Absent fields take their defaults; nothing is checked here."""
+    """Absent fields take their defaults; what is wrong is said later."""
     return GenerationRequest(
         input=read_input(request.input),
         model=request.model,
@@ -133,13 +134,14 @@ def read_request(
 
 
 def read_input(source: pb.Input) -> Input | None:
-    """None where nothing is set."""
+    """None where nothing is set. InvalidRequest for a chat of too many turns; nothing else is checked here."""
     match source.WhichOneof("kind"):
         case "text":
             return TextInput(source.text)
         case "token_ids":
-            return TokenInput(tuple(source.token_ids.ids))
+            return TokenInput(source.token_ids.ids)
         case "chat":
+            check_messages(len(source.chat.messages))
             return ChatInput(tuple((message.role, message.content) for message in source.chat.messages))
         case _:
             return None

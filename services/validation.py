@@ -64,13 +64,16 @@ def check_chat(source: ChatInput, model: ServedModel) -> None:
     """At least one turn, each with a role."""
     if not model.tokenizer.has_chat_template:
         raise InvalidRequest(f"{model.name} has no chat template", field="input.chat")
-    if not 1 <= len(source.messages) <= MAX_MESSAGES:
-        raise InvalidRequest(
-            f"a chat has {len(source.messages)} messages; it takes 1 to {MAX_MESSAGES}", field="input.chat.messages"
-        )
+    check_messages(len(source.messages))
     for index, (role, _) in enumerate(source.messages):
         if not 1 <= len(role) <= MAX_ROLE:
             raise InvalidRequest(f"a role takes 1 to {MAX_ROLE} characters", field=f"input.chat.messages[{index}].role")
+
+
+def check_messages(count: int) -> None:
+    """Doors ask before they make Python objects of them: a message may hold millions of empty turns."""
+    if not 1 <= count <= MAX_MESSAGES:
+        raise InvalidRequest(f"a chat has {count} messages; it takes 1 to {MAX_MESSAGES}", field="input.chat.messages")
 
 
 def check_sampling(sampling: Sampling) -> None:

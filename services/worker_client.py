@@ -19,7 +19,9 @@ from .worker_session import WorkerSession
 HEARTBEAT_S = 1.0
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 1.5
+PATIENCE_S = 60.0  # a worker that was never met and stays away for so long is no longer merely starting
 MAX_REASON = 300  # characters
+NO_CONNECTION = "failed to connect to all addresses"  # so gRPC begins, and names the address again and again
 
 Call: TypeAlias = grpc.aio.StreamStreamCall[pb.ToWorker, pb.FromWorker]
 
@@ -45,7 +47,16 @@ class Host(Protocol):
 class WorkerClient:
     """One configured address. `session` is there while the worker is connected and fits, else `reason` says why not."""
 
-    def __init__(self, address: str, gateway: ProcessIdentity, model: str, host: Host, *, silence_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        gateway: ProcessIdentity,
+        model: str,
+        host: Host,
+        *,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`silence_s`: a worker that says nothing for so long is taken for dead."""
         self.address = address
         self.session: WorkerSession | None = None
@@ -54,6 +65,8 @@ class WorkerClient:
         self._model = model
         self._host = host
         self._silence_s = silence_s
+        self._clock = clock
+        self._starting_until: float | None = clock() + PATIENCE_S  # None: it was met, or waited for long enough
 
     async def run(self) -> None:
         """Until cancelled. A session that worked resets the backoff."""
@@ -75,7 +88,7 @@ class WorkerClient:
             except TwostrokeError as error:
                 self._note(error.message)
             except grpc.aio.AioRpcError as error:
-                self._note(told(error))
+                self._note(told(error), absent=error.code() is grpc.StatusCode.UNAVAILABLE)
             except TimeoutError:
                 self._note(f"no handshake within {self._silence_s:g} s")
             except asyncio.InvalidStateError:
@@ -89,11 +102,21 @@ class WorkerClient:
                 call.cancel()
         return worked
 
-    def _note(self, reason: str) -> None:
-        """Keeps the reason, and logs it when it is a new one: a worker that stays away is told of once."""
+    def _note(self, reason: str, *, absent: bool = False) -> None:
+        """Keeps the reason, and logs it when it is a new one: a worker that stays away is told of once.
+
+        `absent`: it is not there, or not ready. Until it was met once, that is its start and nothing to warn of.
+        """
         reason = reason[:MAX_REASON]
-        if reason != self.reason:
-            logger.warning("worker %s: %s", self.address, reason)
+        starting = absent and self._starting_until is not None
+        if starting and self._clock() >= (self._starting_until or 0.0):
+            self._starting_until = None
+            logger.warning("worker %s: not met in %g s: %s", self.address, PATIENCE_S, reason)
+        elif reason != self.reason:
+            if starting:
+                logger.info("waiting for worker %s: %s", self.address, reason)
+            else:
+                logger.warning("worker %s: %s", self.address, reason)
         self.reason = reason
 
     async def _shake_hands(self, call: Call) -> WorkerSession:
@@ -112,6 +135,7 @@ class WorkerClient:
     async def _serve(self, call: Call, session: WorkerSession) -> str:
         """Runs a session until it ends; returns why."""
         self.session = session
+        self._starting_until = None
         logger.info("worker %s: %s (%s) is ready", self.address, session.name, session.load.role.name.lower())
         self.reason = ""
         self._host.joined(session)
@@ -136,6 +160,8 @@ def told(error: grpc.aio.AioRpcError) -> str:
     text = error.details() or ""
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return f"refused: {text}"
+    if error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(NO_CONNECTION):
+        return text.rpartition(": ")[2]  # Connection refused, Connection timed out, ...: the address is named anyway
     return f"{error.code().name}: {text}"
 
 

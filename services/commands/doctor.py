@@ -11,9 +11,12 @@ from ..configure import load
 from ..settings import GatewaySettings, WorkerSettings
 
 
-@click.command()
+@click.command(short_help="Look at what this machine has and lacks.")
 @click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="TOML file with settings."
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="TOML file with settings  [default: $TWOSTROKE_CONFIG]",
 )
 @click.option("--json", "as_json", is_flag=True, help="As a JSON list.")
 @click.pass_context

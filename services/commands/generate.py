@@ -1,7 +1,9 @@
 """`twostroke generate`: asks a gateway and streams its answer."""
 
 import asyncio
+import io
 import json
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +75,13 @@ def generate(words: tuple[str, ...], as_json: bool, timeout_s: float | None, **o
     The answer goes to stdout, the timings to stderr.
     """
     prompt = _prompt(options["prompt"], words)
+    for name in ("model", "system", "stop"):
+        unicode_text(name, "".join(options[name] or ()))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what a terminal's encoding lacks
     try:
         asyncio.run(_run(prompt, as_json, timeout_s, options))
-    except KeyboardInterrupt:  # the call was cancelled on the way out
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the call was cancelled on the way out
         click.echo("", err=True)
         raise SystemExit(130) from None
 
@@ -84,16 +90,40 @@ def _prompt(given: str | None, words: tuple[str, ...]) -> str:
     if given is not None and words:
         raise ConfigError("prompt: got both --prompt and words, takes one of them", field="prompt")
     if given is not None or words:
-        return given if given is not None else " ".join(words)
-    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read(MAX_PROMPT)
+        return unicode_text("prompt", given if given is not None else " ".join(words))
+    text = "" if sys.stdin is None or sys.stdin.isatty() else _from_stdin()
     if not text:
         raise ConfigError('prompt: got nothing, takes a text: twostroke generate "Why?"', field="prompt")
-    return text.removesuffix("\n")  # that `echo` adds
+    return unicode_text("prompt", text).removesuffix("\n")  # that `echo` adds
+
+
+def _from_stdin() -> str:
+    try:
+        return sys.stdin.read(MAX_PROMPT)
+    except UnicodeDecodeError:
+        raise _not_unicode("prompt") from None
+
+
+def unicode_text(field: str, text: str) -> str:
+    """The text itself. ConfigError where it came from bytes that are none: Python hides those in lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _not_unicode(field) from None
+    return text
+
+
+def _not_unicode(field: str) -> ConfigError:
+    return ConfigError(f"{field}: got bytes that are not {sys.getfilesystemencoding()}, takes a text", field=field)
 
 
 async def _run(prompt: str, as_json: bool, timeout_s: float | None, options: dict[str, Any]) -> None:
     from ..client import Client, Measured
 
+    # By the loop's handler, which wakes it: asyncio.run's own can be missed by a loop that is about to wait.
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     async with Client(options["address"]) as client:
         model = await client.model(options["model"])
         measured = Measured()
@@ -134,15 +164,18 @@ async def _show_text(
     client: "Client", request: "pb.GenerateRequest", timeout_s: float | None, measured: "Measured"
 ) -> None:
     finish = None
+    begun = False
     on_terminal = sys.stdout.isatty()
     try:
         async for piece in client.generate(request, timeout_s, measured):
+            begun = True
             sys.stdout.write(printable(piece.text) if on_terminal else piece.text)
             sys.stdout.flush()
             finish = piece.finish if piece.HasField("finish") else finish
     finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        if begun:  # an error takes a line of its own
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     if finish is not None:
         click.echo(click.style(summary(finish, measured), dim=True), err=True)
 

@@ -55,7 +55,7 @@ def models() -> None:
     """
 
 
-@models.command()
+@models.command(short_help="Fetch a model, and convert it where needed.")
 @click.argument("name", default="smollm2-135m", metavar="[NAME]")
 @models_dir_option
 def pull(name: str, models_dir: str | None) -> None:
@@ -96,7 +96,7 @@ def list_models(models_dir: str | None, as_json: bool) -> None:
         Console().print(table)
 
 
-@click.command()
+@click.command(short_help="Turn a GGUF file into a model directory.")
 @click.argument("gguf", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option(

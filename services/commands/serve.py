@@ -105,7 +105,7 @@ def both(config: Path | None, parent: int | None, **options: Any) -> None:
     _worker("both", config, parent, options)
 
 
-@click.command()
+@click.command(short_help="Ask a process whether it serves.")
 @click.argument("address", default="127.0.0.1:50051", metavar="[HOST:PORT]", callback=address_argument)
 @click.option("--service", default="", metavar="NAME", help="Full gRPC service name; default: the process.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 60), default=3.0, show_default=True, help="Seconds.")

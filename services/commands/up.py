@@ -70,7 +70,7 @@ def _ending(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-@click.command()
+@click.command(short_help="Run a whole stack on this machine.")
 @settings_options(UpSettings, GatewaySettings, WorkerSettings, skip=("name", "workers", "advertise"))
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON lines on stdout.")
 @click.pass_context

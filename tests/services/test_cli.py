@@ -47,6 +47,23 @@ def test_the_commands() -> None:
     assert run("--version").output == f"twostroke, version {__version__}\n"
 
 
+@pytest.mark.parametrize("path", [(), ("models",)], ids=["twostroke", "models"])
+def test_lists_of_commands_are_whole_sentences(path: tuple[str, ...]) -> None:
+    listed = run(*path, "--help").output.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed
+
+
+def test_grpc_keeps_quiet_about_servers_that_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", "")
+    monkeypatch.delenv("GRPC_VERBOSITY")
+    run("health", "127.0.0.1:1")
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"
+    monkeypatch.setenv("GRPC_VERBOSITY", "debug")
+    run("health", "127.0.0.1:1")
+    assert os.environ["GRPC_VERBOSITY"] == "debug"
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_help_teaches(path: tuple[str, ...]) -> None:
     result = run(*path, "--help")

@@ -234,8 +234,22 @@ async def test_the_command_fails_readably(gateway: tuple[Gateway, str]) -> None:
     assert err.startswith("error: prompt: got nothing")
     code, out, err = await run("--prompt", "a", "b")
     assert (code, err) == (2, "error: prompt: got both --prompt and words, takes one of them\n")
+    code, out, err = await run("--address", address, stdin=b"\xff\xfe")
+    assert (code, out, err) == (2, "", "error: prompt: got bytes that are not utf-8, takes a text\n")
+    for flag, name in (("--prompt", "prompt"), ("--system", "system"), ("--stop", "stop"), ("--model", "model")):
+        code, out, err = await run("--address", address, flag, "\udcff", *([] if flag == "--prompt" else ["hi"]))
+        assert (code, out, err) == (2, "", f"error: {name}: got bytes that are not utf-8, takes a text\n")
+    servicer.error = (grpc.StatusCode.INVALID_ARGUMENT, "top_p is 3")
+    servicer.after = 0
+    code, out, err = await run("--address", address, "hi")
+    assert (code, out, err) == (1, "", "error: top_p is 3 (INVALID_ARGUMENT)\n"), "no empty line before the error"
     code, out, err = await run("--address", "nowhere", "hi")
     assert (code, err) == (2, "error: address: got 'nowhere', takes an address, host:port\n")
+
+
+async def test_an_output_whose_encoding_lacks_a_character_replaces_it(gateway: tuple[Gateway, str]) -> None:
+    code, out, _ = await run("--address", gateway[1], "hi", PYTHONIOENCODING="ascii")
+    assert (code, out) == (0, "".join(TEXTS).encode("ascii", "replace").decode() + "\n")
 
 
 async def test_ctrl_c_cancels(gateway: tuple[Gateway, str]) -> None:
@@ -252,3 +266,37 @@ async def test_ctrl_c_cancels(gateway: tuple[Gateway, str]) -> None:
     assert process.returncode == 130
     assert b"Traceback" not in err
     await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+INTERRUPTED = """
+import signal, sys, threading
+from twostroke.services.cli import main
+
+def interrupt():
+    sys.stdin.read(1)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+main(sys.argv[1:])
+"""
+
+
+async def test_ctrl_c_is_not_missed_by_a_loop_that_waits(gateway: tuple[Gateway, str]) -> None:
+    """The signal comes to another thread, as it comes to the loop's between its last look and its wait: no EINTR."""
+    servicer, address = gateway
+    servicer.hang = True
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, "generate", "--address", address, "hi",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        await asyncio.wait_for(process.stdout.readuntil(TEXTS[-1].encode()), 20)
+        await asyncio.sleep(0.2)
+        process.stdin.write(b"x")
+        assert await asyncio.wait_for(process.wait(), 20) == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -11,8 +11,10 @@ import grpc.aio
 import pytest
 
 from twostroke.engine.tokenizer import Tokenizer
-from twostroke.services.generation import Timings
-from twostroke.services.inference import time_left, write_logprob, write_timings
+from twostroke.errors import InvalidRequest
+from twostroke.services.generation import Timings, TokenInput
+from twostroke.services.inference import read_input, time_left, write_logprob, write_timings
+from twostroke.services.validation import MAX_MESSAGES
 from twostroke.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, cluster, field_of, refusal, text_request, token_ids, until
@@ -73,6 +75,18 @@ async def test_a_seed_of_0_and_a_temperature_of_0_are_given_not_absent(tiny_llam
         request = text_request(sampling=pb.Sampling(temperature=0, seed=0))
         assert (await it.collect(request))[-1].finish.seed == 0
         assert it.worker("d0").submits[0].params.temperature == 0
+
+
+def test_a_chat_of_too_many_turns_is_refused_before_anything_is_made_of_it() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage()] * (MAX_MESSAGES + 1))
+    with pytest.raises(InvalidRequest, match=f"{MAX_MESSAGES + 1} messages") as caught:
+        read_input(pb.Input(chat=chat))
+    assert caught.value.field == "input.chat.messages"
+    ids = pb.TokenIds(ids=range(5))
+    read = read_input(pb.Input(token_ids=ids))
+    assert isinstance(read, TokenInput)
+    assert list(read.ids) == [0, 1, 2, 3, 4]
+    assert not isinstance(read.ids, (list, tuple)), "a copy, before anybody counted"
 
 
 async def test_chat_goes_through_the_template(tiny_llama_dir: Path) -> None:

@@ -15,6 +15,7 @@ from twostroke.services.inbox import Failed, Gone, Inbox, Output
 from twostroke.services.router import Role
 from twostroke.services.wire import pack_step
 from twostroke.services.wire_gateway import make_submit
+from twostroke.services.worker_client import PATIENCE_S, WorkerClient
 from twostroke.services.worker_session import WorkerSession
 from twostroke.v1 import worker_pb2 as pb
 
@@ -25,7 +26,7 @@ GATEWAY = draw_identity("gateway-0", "test-host")
 
 
 @asynccontextmanager
-async def fleet(*workers: StandIn, silence_s: float = 10.0, model: str = "llama") -> AsyncIterator[Fleet]:
+async def fleet(*workers: Any, silence_s: float = 10.0, model: str = "llama") -> AsyncIterator[Fleet]:
     """A fleet that connects to the workers; those that do not serve yet are started."""
     addresses = [worker.address if worker.serves else await worker.start() for worker in workers]
     it = Fleet(addresses, GATEWAY, model, silence_s=silence_s)
@@ -106,6 +107,61 @@ async def test_a_worker_that_is_not_ready_is_met_when_it_is() -> None:
         await until(it.loads)
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """(level, text) of what clients of workers logged."""
+    name = "twostroke.services.worker_client"
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == name]
+
+
+async def test_a_worker_that_starts_is_waited_for_and_one_that_left_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="twostroke")
+    worker = StandIn("both", "b0")
+    address = await worker.start()
+    await worker.stop()
+    async with fleet(Somewhere(address)) as it:
+        await until(lambda: told(caplog))
+        await worker.start(address)
+        await until(it.loads)
+        assert told(caplog)[0] == ("INFO", f"waiting for worker {address}: Connection refused")
+        assert {level for level, _ in told(caplog)} == {"INFO"}
+        await worker.stop()
+        await until(lambda: len([1 for level, _ in told(caplog) if level == "WARNING"]) >= 2)
+        assert told(caplog)[-1] == ("WARNING", f"worker {address}: Connection refused")
+
+
+class Somewhere:
+    """Stands for an address in `fleet`: whoever serves there is the test's own affair."""
+
+    serves = True
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def stop(self) -> None:
+        """Not ours to stop."""
+
+
+def test_a_worker_that_never_comes_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="twostroke")
+    now = 100.0
+    client = WorkerClient(
+        "h:1", GATEWAY, "llama", Fleet([], GATEWAY, "llama", silence_s=1), silence_s=1, clock=lambda: now
+    )
+    client._note("Connection refused", absent=True)
+    client._note("Connection refused", absent=True)
+    now += PATIENCE_S
+    client._note("Connection refused", absent=True)
+    client._note("Connection refused", absent=True)
+    assert told(caplog) == [
+        ("INFO", "waiting for worker h:1: Connection refused"),
+        ("WARNING", "worker h:1: not met in 60 s: Connection refused"),
+    ]
+    client._note("refused: another model")
+    assert told(caplog)[-1] == ("WARNING", "worker h:1: refused: another model")
+
+
 async def test_one_worker_at_two_addresses_is_one() -> None:
     worker = StandIn("both", "b0")
     port = (await worker.start()).rpartition(":")[2]
@@ -120,7 +176,7 @@ async def test_one_worker_at_two_addresses_is_one() -> None:
 async def test_nobody_there_is_said() -> None:
     it = Fleet(["127.0.0.1:1"], GATEWAY, "llama", silence_s=10)
     it.start()
-    await until(lambda: "UNAVAILABLE" in it.unavailable().message)
+    await until(lambda: "127.0.0.1:1: Connection refused" in it.unavailable().message)
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         it.largest()
     await it.stop()
