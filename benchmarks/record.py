@@ -69,7 +69,7 @@ class Recorder:
 
 def load() -> list[dict[str, Any]]:
     """All lines of all result files that no later line supersedes, in order of date."""
-    stamp = {"value", "unit", "p99", "torch", "triton", "commit", "date", "command"}
+    stamp = {"value", "unit", "p99", "figures", "torch", "triton", "commit", "date", "command"}
     lines = [json.loads(text) for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines()]
     latest: dict[str, dict[str, Any]] = {}
     for line in sorted(lines, key=lambda line: str(line["date"])):

@@ -16,6 +16,12 @@ was measured in the same run; ours where it is empty. How each was measured, wha
 """
 
 
+def _flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A load's many `figures` as columns of their own; what is a table itself is left out."""
+    figures = line.pop("figures", {})
+    return {**line, **{name: value for name, value in figures.items() if not isinstance(value, dict)}}
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
@@ -34,7 +40,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
 
 def page() -> str:
     """The page's text: a table for each bench."""
-    lines = load()
+    lines = [_flat(line) for line in load()]
     parts = [HEAD]
     for bench in dict.fromkeys(str(line["bench"]) for line in lines):
         mine = [line for line in lines if line["bench"] == bench]

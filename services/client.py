@@ -1,7 +1,8 @@
-"""The client behind `twostroke generate`: one answer from a gateway, with its timings."""
+"""The client behind `twostroke generate`, `chat` and `bench`: answers of a gateway, with their timings."""
 
+import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -12,6 +13,7 @@ from ..v1 import inference_pb2_grpc
 from .grpc_setup import open_channel
 
 CONNECT_S = 5.0
+_NOBODY = "failed to connect to all addresses"  # gRPC's own words
 _ERRORS: dict[grpc.StatusCode, type[TwostrokeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
@@ -52,29 +54,41 @@ class Measured:
 class Client:
     """A gateway at host:port. Use as an async context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, channels: int = 1) -> None:
+        """`channels`: connections, which take calls in turn."""
         self._address = address
-        self._channel = open_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._channels = [open_channel(address) for _ in range(channels)]
+        self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
 
     async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        for channel in self._channels:
+            await channel.close()
 
     async def model(self, name: str = "") -> pb.GetModelResponse:
         """Describes the served model. Raises Unavailable, with the remedy, where no gateway answers."""
         try:
-            return await self._stub.GetModel(pb.GetModelRequest(model=name), timeout=CONNECT_S)
+            return await next(self._stubs).GetModel(pb.GetModelRequest(model=name), timeout=CONNECT_S)
         except grpc.aio.AioRpcError as error:
             raise self._readable(error, connecting=True) from error
 
+    def start(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        """A call under way: the caller reads it, and cancels what it does not read to the end."""
+        return next(self._stubs).Generate(request, timeout=timeout_s)
+
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None, measured: Measured
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answer's pieces as they come; leaving the iteration cancels the call. Fills `measured`."""
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self.start(request, timeout_s)
         try:
             async for piece in call:
                 measured.note(len(piece.token_ids))
@@ -87,7 +101,7 @@ class Client:
     def _readable(self, error: grpc.aio.AioRpcError, *, connecting: bool) -> TwostrokeError:
         code, details = error.code(), error.details() or "no details"
         silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        if connecting and silent:
+        if (connecting and silent) or details.startswith(_NOBODY):
             return Unavailable(
                 f"no gateway answers at {self._address}: start one with `twostroke up`, or name another with --address"
                 f" ({details.splitlines()[0].rpartition(': ')[2]})"

@@ -41,7 +41,20 @@ COMMANDS = dict(commands())
 
 
 def test_the_commands() -> None:
-    wanted = ["up", "generate", "models", "convert", "doctor", "gateway", "prefill", "decode", "both", "health"]
+    wanted = [
+        "up",
+        "generate",
+        "chat",
+        "bench",
+        "models",
+        "convert",
+        "doctor",
+        "gateway",
+        "prefill",
+        "decode",
+        "both",
+        "health",
+    ]
     assert list(main.commands) == wanted
     assert {("models", "pull"), ("models", "list")} <= COMMANDS.keys()
     assert run("--version").output == f"twostroke, version {__version__}\n"
