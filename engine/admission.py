@@ -91,6 +91,8 @@ class Admission:
     def _hits(self, sequence: Sequence) -> list[int] | None:
         """Its cached pages; None while another sequence is filling the first one that it lacks."""
         roster = self._roster
+        if sequence.unscored:
+            return []
         if sequence.blocked_on is not None and (sequence.group, sequence.blocked_on) in roster.pending:
             return None
         sequence.blocked_on = None

@@ -4,7 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .request import ChunkProgress, SamplingParams, SequenceKey
+from .logit_rules import LogitRules
+from .request import ChunkProgress, PromptLogprobs, SamplingParams, SequenceKey
+
+
+@dataclass(slots=True)
+class Scoring:
+    """Prompt log-probabilities that a step computes beside its tokens."""
+
+    first: int  # position of targets[0]: above the row's start, up to its end
+    targets: list[int]  # prompt tokens, each the successor of a token of the row
+    top: int  # how many most likely tokens are told beside each
+    result: PromptLogprobs | None = None  # filled in by the runner
 
 
 @dataclass(slots=True)
@@ -18,6 +29,8 @@ class Row:
     params: SamplingParams
     sample: bool  # draw the token after the last one
     progress: ChunkProgress | None = None  # PREFILL sequences: what the layer hook is told
+    rules: LogitRules | None = None  # where it samples and `params` ask for more than filters; up to date
+    scoring: Scoring | None = None
     samples: int = 1  # with `sample`: tokens to draw, for the samples from `key.sample` on
 
 

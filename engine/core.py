@@ -7,17 +7,27 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
-from .batch import LayerHook, Row
+from .batch import LayerHook, Row, Scoring
 from .block_pool import BlockPool
 from .config import EngineOptions
 from .integrity import check_integrity
 from .load import Load
 from .prefix_cache import root_digest
-from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, Work, sample_keys
+from .request import (
+    NO_TOKEN,
+    FinishReason,
+    Request,
+    SequenceKey,
+    SequenceOutput,
+    StepResult,
+    Token,
+    Work,
+    sample_keys,
+)
 from .roster import Roster
 from .scheduler import Schedule, Scheduler
 from .sequence import Sequence, State
-from .validate import check_request, token_limit
+from .validate import check_request, nothing_left, token_limit
 
 __all__ = ["EngineCore", "Load", "Runner"]
 
@@ -26,7 +36,8 @@ class Runner(Protocol):
     """Computes steps (the model, or a stand-in in tests)."""
 
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order.
+        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order; fills in
+        `Row.scoring`.
 
         Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
         only during the call.
@@ -233,10 +244,21 @@ class EngineCore:
         for row, sequence in zip(plan.rows, plan.sequences, strict=True):
             sequence.computed += len(row.token_ids)
             self._roster.publish(sequence)
+            if row.scoring is not None:
+                result.outputs.append(self._scored(sequence, row.scoring))
             if row.sample:
-                self._take(sequence, [next(drawn) for _ in range(row.samples)], result)
+                own = [next(drawn) for _ in range(row.samples)]
+                if own[0].token_id == NO_TOKEN:  # then no sample of the prompt has any
+                    error = nothing_left(sequence.next_index())
+                    result.failures += [(key, error) for key in self._drop(sequence)]
+                    continue
+                self._take(sequence, own, result)
             if sequence.prefill_only and sequence.remaining == 0:
                 self._end_prefill(sequence)
+
+    def _scored(self, sequence: Sequence, scoring: Scoring) -> SequenceOutput:
+        sequence.scored = scoring.first + len(scoring.targets)
+        return SequenceOutput(sequence.key, sequence.next_index(), [], None, None, scoring.result)
 
     def _take(self, sequence: Sequence, tokens: list[Token], result: StepResult) -> None:
         """New tokens of a sequence; after a prompt with several samples, token 0 of each.

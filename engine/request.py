@@ -1,5 +1,6 @@
 """What the engine is asked and what it answers: plain data, no tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -76,11 +77,27 @@ class Request:
     samples: int = 1  # answers to draw, `key.sample` being the first; more than 1 only without `output_ids`
 
 
+NO_TOKEN = -1
+
+
 class Token(NamedTuple):
-    """A sampled token; `logprobs` holds (token, natural log-probability): the chosen one, then the top ones."""
+    """A sampled token; `logprobs` holds (token, natural log-probability): the chosen one, then the top ones.
+
+    `token_id` is NO_TOKEN where the parameters (bans, allowed tokens, bad words, `min_tokens`) leave none to draw.
+    """
 
     token_id: int
     logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Natural log-probabilities of a stretch of a prompt, flat: of each of its tokens its own, then the top ones."""
+
+    first_position: int  # of the first token told of, at least 1
+    counts: Sequence[int]  # entries of each token
+    ids: Sequence[int]
+    values: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -102,6 +119,7 @@ class SequenceOutput:
     tokens: list[Token]
     finish: FinishReason | None
     timings: SequenceTimings | None  # with the first and the last tokens
+    prompt_logprobs: PromptLogprobs | None = None  # then `tokens` is empty; stretches come in order, before token 0
 
 
 @dataclass(slots=True)

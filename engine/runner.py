@@ -15,6 +15,7 @@ from .model_config import ModelConfig
 from .request import Token
 from .rope_scaling import frequencies
 from .sampler import Draw, sample
+from .scoring import score
 from .weights import Weights
 
 
@@ -27,28 +28,34 @@ class ModelRunner:
         self._pool = pool
         self._shape = PoolShape(config.kv_heads, options.page_size, config.head_dim)
         self._device = pool.device
+        self._end_ids = config.eos_token_ids
         self._kinds = config.kinds
         self._frequencies = {kind.rope: frequencies(kind.rope, pool.device) for kind in self._kinds}
 
     @torch.inference_mode()
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Compute a step. Returns the tokens of each row with `sample`, in row order."""
+        """Compute a step. Returns the tokens of each row with `sample`, in row order; fills in the rows' `scoring`."""
         if not rows:
             return []
         spans = _spans(rows)
         step = self._inputs(rows, spans)
         progress = [row.progress for row in rows if row.progress is not None]
         written = None if hook is None or not progress else lambda layer: hook(layer, progress)
-        logits = self._decoder.forward(step, written)
+        hidden = self._decoder.hidden(step, written)
         drawing = [row for row in rows if row.sample]
         draws = [
-            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids))
+            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules)
             for row in drawing
             for index in range(row.samples)
         ]
+        logits = self._decoder.head(hidden[: len(drawing)])
         if len(draws) > len(drawing):  # all samples of a prompt begin with the same logits
             logits = logits.repeat_interleave(self._tensor([row.samples for row in drawing]), dim=0)
-        return sample(logits, draws)
+        tokens = sample(logits, draws, self._end_ids)
+        scorings = [row.scoring for row in rows if row.scoring is not None]
+        if scorings:
+            score(hidden[len(drawing) :], self._decoder.head, scorings)
+        return tokens
 
     @torch.inference_mode()
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -67,6 +74,7 @@ class ModelRunner:
             slots += [span.pages[p // size] * size + p % size for p in reach]
         last = {id(row): span.first + span.count - 1 for row, span in spans}
         sampled = [last[id(row)] for row in rows if row.sample]
+        sampled += _scored(spans, rows)
         return StepInputs(
             token_ids=self._tensor(tokens),
             kv_rows=kv_rows(self._tensor(slots), self._shape.kv_heads, size),
@@ -89,6 +97,17 @@ class ModelRunner:
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+
+def _scored(spans: list[tuple[Row, Span]], rows: list[Row]) -> list[int]:
+    """Places, in the step's tokens, of those whose successors' log-probabilities are wanted; in the order of `rows`."""
+    first = {id(row): span.first - row.start for row, span in spans}
+    return [
+        first[id(row)] + position - 1
+        for row in rows
+        if (scoring := row.scoring) is not None
+        for position in range(scoring.first, scoring.first + len(scoring.targets))
+    ]
 
 
 def _spans(rows: list[Row]) -> list[tuple[Row, Span]]:

@@ -1,13 +1,27 @@
-"""From a step's logits to tokens, each row by its own parameters."""
+"""From a step's logits to tokens, each row by its own parameters.
 
-from collections.abc import Sequence
+The order of processing, which every part keeps to:
+
+1. log-probabilities are taken of the model's own logits, before anything else;
+2. repetition penalty, presence penalty, frequency penalty (`kernels/penalties.py`);
+3. logit bias;
+4. what may not be drawn goes: all but the allowed tokens, banned tokens, tokens that complete a bad word, and before
+   `min_tokens` the tokens that end the output (`engine/logit_rules.py`). Nothing left: NO_TOKEN;
+5. temperature; 0 takes the likeliest token now, the lowest of equals;
+6. top-k, top-p of what top-k kept, min-p, typical-p of what these kept (`kernels/sampling.py`, `kernels/typical.py`);
+7. the draw, by noise that depends on (seed, sample, position) only.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.sampling import gumbel_race, highest, keep_top_
-from .request import SamplingParams, Token
+from ..kernels.typical import keep_likely_, keep_typical_
+from .logit_rules import LogitRules, apply_rules_
+from .request import NO_TOKEN, SamplingParams, Token
 
 
 class Draw(NamedTuple):
@@ -16,13 +30,14 @@ class Draw(NamedTuple):
     params: SamplingParams
     sample: int  # sample index of the sequence
     position: int  # of the token to be drawn
+    rules: LogitRules | None = None
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Token]:
+def sample(logits: Tensor, draws: Sequence[Draw], end_ids: Collection[int] = ()) -> list[Token]:
     """Draw a token a row: the noise depends on (seed, sample, position) only, never on the batch.
 
-    `logits`: [rows, vocab], any float type. Logits that are not finite count as impossible; where none is finite all
-    are alike. Log-probabilities are those of the raw logits, before temperature, top-k and top-p.
+    `logits`: [rows, vocab], any float type, not changed; `end_ids`: the model's own ends of text. Logits that are not
+    finite count as impossible; where none is finite all are alike. A row whose rules leave nothing gets NO_TOKEN.
     """
     if not draws:
         return []
@@ -30,15 +45,34 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Token]:
     if not bool(best.isfinite().all()):  # a NaN or +inf in the row would be its maximum
         logits = _finite(logits)
         _, tokens = highest(logits)
-    rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0.0]
+    ruled = [i for i, draw in enumerate(draws) if draw.rules is not None]
+    shaped = logits[ruled].to(torch.float32) if ruled else None  # a copy
+    empty: set[int] = set()
+    if shaped is not None:
+        apply_rules_(shaped, [rules for draw in draws if (rules := draw.rules) is not None], end_ids)
+        best, tokens[ruled] = highest(shaped)
+        empty = {i for i, value in zip(ruled, best.tolist(), strict=True) if value == float("-inf")}
+    rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0.0 and i not in empty]
     if rows:
-        tokens[rows] = _random(logits[rows].to(torch.float32), [draws[i] for i in rows])
-    return _with_logprobs(logits, draws, tokens.tolist())
+        part = logits[rows].to(torch.float32)
+        if shaped is not None:
+            _place(part, rows, shaped, ruled)
+        tokens[rows] = _random(part, [draws[i] for i in rows])
+    chosen = [NO_TOKEN if i in empty else token for i, token in enumerate(tokens.tolist())]
+    return _with_logprobs(logits, draws, chosen)
 
 
 def _finite(logits: Tensor) -> Tensor:
     least = torch.finfo(torch.float32).min
     return logits.to(torch.float32).nan_to_num(nan=least, posinf=least, neginf=least)
+
+
+def _place(part: Tensor, rows: list[int], shaped: Tensor, ruled: list[int]) -> None:
+    """Rows of `part`, [len(rows), vocab], that are in `ruled` become those of `shaped`, [len(ruled), vocab]."""
+    place = {row: i for i, row in enumerate(rows)}
+    pairs = [(place[row], i) for i, row in enumerate(ruled) if row in place]
+    if pairs:
+        part[[to for to, _ in pairs]] = shaped[[i for _, i in pairs]]
 
 
 def _random(logits: Tensor, draws: list[Draw]) -> Tensor:
@@ -47,18 +81,37 @@ def _random(logits: Tensor, draws: list[Draw]) -> Tensor:
     temperature = torch.tensor([p.temperature for p in params], device=device)
     # The largest becomes 0 first: a tiny temperature then cannot overflow to +inf.
     logits.sub_(logits.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
-    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if cut:
-        top_k = torch.tensor([params[i].top_k for i in cut], device=device)
-        top_p = torch.tensor([params[i].top_p for i in cut], device=device, dtype=torch.float64)
-        part = logits if len(cut) == len(draws) else logits[cut]
-        keep_top_(part, top_k, top_p)
-        if part is not logits:
-            logits[cut] = part
+    _filter_(logits, params)
     seeds = torch.tensor([_signed(p.seed) for p in params], device=device)
     samples = torch.tensor([draw.sample for draw in draws], device=device)
     positions = torch.tensor([draw.position for draw in draws], device=device)
     return gumbel_race(logits, seeds, samples, positions)
+
+
+def _filter_(logits: Tensor, params: list[SamplingParams]) -> None:
+    """In place; the highest of each row is 0, before and after. Each filter runs on the rows that have it."""
+    device = logits.device
+    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if cut:
+        part = logits if len(cut) == len(params) else logits[cut]
+        top_k = torch.tensor([params[i].top_k for i in cut], device=device)
+        keep_top_(part, top_k, _doubles([params[i].top_p for i in cut], device))
+        if part is not logits:
+            logits[cut] = part
+    likely = [i for i, p in enumerate(params) if p.min_p > 0.0]
+    if likely:
+        part = logits[likely]
+        keep_likely_(part, _doubles([params[i].min_p for i in likely], device))
+        logits[likely] = part
+    typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
+    if typical:
+        part = logits[typical]
+        keep_typical_(part, _doubles([params[i].typical_p for i in typical], device))
+        logits[typical] = part.sub_(part.amax(dim=1, keepdim=True))  # the likeliest may be gone
+
+
+def _doubles(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _signed(seed: int) -> int:
@@ -69,7 +122,9 @@ def _signed(seed: int) -> int:
 
 def _with_logprobs(logits: Tensor, draws: Sequence[Draw], tokens: list[int]) -> list[Token]:
     result = [Token(token) for token in tokens]
-    wanted = [(i, k) for i, draw in enumerate(draws) if (k := draw.params.logprobs) is not None]
+    wanted = [
+        (i, k) for i, draw in enumerate(draws) if (k := draw.params.logprobs) is not None and tokens[i] != NO_TOKEN
+    ]
     if not wanted:
         return result
     logprobs = logits[[i for i, _ in wanted]].to(torch.float32).log_softmax(dim=1)

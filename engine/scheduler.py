@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .admission import Admission
-from .batch import Row
+from .batch import Row, Scoring
 from .config import EngineOptions
 from .request import ChunkProgress, Reservation, SequenceKey
 from .roster import Roster
@@ -90,9 +90,19 @@ class Scheduler:
         row = Row(
             sequence.key, sequence.tokens[start:end], start, sequence.pages, sequence.request.params, sample, progress
         )
+        row.rules = sequence.current_rules() if sample else None
+        row.scoring = scoring_of(sequence, start, end) if sequence.unscored else None
         row.samples = sequence.samples
         plan.rows.append(row)
         plan.sequences.append(sequence)
+
+
+def scoring_of(sequence: Sequence, start: int, end: int) -> Scoring | None:
+    """The prompt log-probabilities that running positions start .. end - 1 gives, less those that were told."""
+    prompt = sequence.request.prompt_ids
+    first = max(start + 1, sequence.scored)
+    targets = prompt[first : end + 1]
+    return Scoring(first, targets, sequence.request.params.prompt_logprobs or 0) if targets else None
 
 
 def share_budget(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:

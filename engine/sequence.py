@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from .logit_rules import LogitRules
 from .request import Request, SequenceKey, SequenceTimings, Work
 
 
@@ -38,6 +39,8 @@ class Sequence:
     preempted: bool = False  # lost its pages at least once: a DECODE sequence now computes its KV itself
     reported: bool = False  # PREFILL: token 0 was handed out
     released: bool = False  # PREFILL: nobody will fetch its pages
+    scored: int = 1  # prompt positions below have had their log-probabilities told, where they are wanted
+    rules: LogitRules | None = None  # made when first needed
     began: float | None = None  # first chunk, or reservation
     timings: SequenceTimings = field(default_factory=SequenceTimings)
     samples: int = 1  # tokens to draw after the prompt; 1 once the samples go their own ways
@@ -86,6 +89,23 @@ class Sequence:
         """Whose pages it may wait for (see `PendingPages`)."""
         return self.request.writer if self.remote else None
 
+    @property
+    def unscored(self) -> bool:
+        """Log-probabilities of its prompt are still to be computed here: cached KV is of no use to it."""
+        request = self.request
+        wanted = request.params.prompt_logprobs is not None and request.work is not Work.DECODE
+        return wanted and self.scored < len(request.prompt_ids)
+
+    def current_rules(self) -> LogitRules | None:
+        """What is to be done to the logits of its next token, brought up to date; None: nothing."""
+        params = self.request.params
+        if self.rules is None:
+            if not LogitRules.needed(params):
+                return None
+            self.rules = LogitRules(params, len(self.request.prompt_ids))
+        self.rules.update(self.tokens)
+        return self.rules
+
     def carried(self) -> list[SequenceKey]:
         """The samples that end with it."""
         return [self.key, *self.siblings] if self.wanted else list(self.siblings)
@@ -99,6 +119,7 @@ class Sequence:
             tokens=list(self.tokens),
             pages=pages,
             chain=list(self.chain),
+            rules=None,
             siblings={},
             wanted=True,
             timings=replace(self.timings),

@@ -3,6 +3,7 @@
 from math import isfinite
 
 from ..errors import InvalidRequest
+from .check_controls import check_controls
 from .config import EngineOptions
 from .request import Request, SamplingParams, Work
 
@@ -28,6 +29,13 @@ def check_request(
     if needed > usable_pages:
         field = "prompt_ids" if known_pages > usable_pages else "max_tokens"
         raise InvalidRequest(f"needs {needed} KV pages, this engine has {usable_pages}", field=field)
+
+
+def nothing_left(index: int) -> InvalidRequest:
+    """Why a sequence fails whose parameters leave no token to draw at this output index."""
+    return InvalidRequest(
+        f"allowed and banned tokens, bad words and min_tokens leave no token at output index {index}", field="sampling"
+    )
 
 
 def token_limit(request: Request, context_length: int) -> int:
@@ -93,3 +101,4 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are taken", field="stop_token_ids")
     if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
         raise InvalidRequest(f"stop token ids must be in 0 .. {vocab_size - 1}", field="stop_token_ids")
+    check_controls(params, vocab_size)
