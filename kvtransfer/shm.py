@@ -4,6 +4,7 @@ A file of a directory of one's choice, not `multiprocessing.shared_memory`: Pyth
 attached process ends.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, Mismatch
+from ..errors import ConfigError, Mismatch, TwostrokeError, Unavailable
 
 HEADER_BYTES = 4096  # a page of its own, so that the pool starts aligned
 _HEADER = struct.Struct("<8sQQ")  # magic, incarnation, bytes of the pool
@@ -24,6 +25,9 @@ _MAGIC = b"2strkKV1"
 _NAME = re.compile(r"twostroke-[0-9a-f]{16}\.kv")
 _MAX_PATH = 4096
 _CREATE_TRIES = 8
+_PIECE_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23  # madvise(2); Linux 5.14
+_TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
 
 class SharedPool:
@@ -70,18 +74,19 @@ class SharedPool:
     def open(cls, descriptor: bytes, *, incarnation: int, nbytes: int) -> "SharedPool":
         """Maps the pool that `descriptor` (another process's `SharedPool.descriptor`) names; about 0.4 s a GiB.
 
-        Raises Mismatch unless it is that incarnation's pool of just `nbytes`, of this user.
+        Raises Mismatch unless it is that incarnation's pool of just `nbytes`, of this user; Unavailable where this
+        process lacks descriptors or memory at present.
         """
         path = _checked_path(descriptor, incarnation)
         try:
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise Mismatch(f"cannot open the peer's pool {path}: {error.strerror}") from error
+            raise _unreachable(f"cannot open the peer's pool {path}: {error.strerror}", error) from error
         try:
             _check_file(handle, incarnation, nbytes)
             mapping = _map(handle, nbytes)
         except (OSError, ValueError) as error:
-            raise Mismatch(f"cannot map the peer's pool {path}: {error}") from error
+            raise _unreachable(f"cannot map the peer's pool {path}: {error}", error) from error
         finally:
             os.close(handle)
         return cls(path, None, mapping, nbytes)
@@ -100,9 +105,7 @@ class SharedPool:
 
     def close(self) -> None:
         """Gives the mapping back, and removes the owner's file. May be called again."""
-        self._tensor = (
-            None  # holds the mapping, which ends with the last tensor over it: never by mmap.close() under one
-        )
+        self._tensor = None  # holds the mapping, which ends with the last tensor over it: never by mmap.close()
         if self._descriptor is not None:
             _remove(self._path, self._descriptor)
             self._descriptor = None
@@ -143,8 +146,29 @@ def _sweep_file(path: Path) -> bool:
 
 
 def _map(handle: int, nbytes: int) -> mmap.mmap:
-    """Populated: a page fault in the middle of a step or a push costs several microseconds for each 4 KiB."""
-    return mmap.mmap(handle, HEADER_BYTES + nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    """Populated: a page fault in the middle of a step or a push costs several microseconds for each 4 KiB.
+
+    Piece by piece: `mmap` and `madvise` keep the interpreter's lock, and 16 GiB at once would silence this process for
+    so long that its peers take it for frozen.
+    """
+    mapping = mmap.mmap(handle, HEADER_BYTES + nbytes, flags=mmap.MAP_SHARED)
+    _populate(mapping)
+    return mapping
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    try:
+        for start in range(0, len(mapping), _PIECE_BYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_PIECE_BYTES, len(mapping) - start))
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel: pages are mapped when they are first touched
+            raise
+
+
+def _unreachable(text: str, error: Exception) -> TwostrokeError:
+    """Mismatch is for good: the two never try again. What this process lacks for a moment must not come to that."""
+    transient = isinstance(error, OSError) and error.errno in _TRANSIENT
+    return Unavailable(text) if transient else Mismatch(text)
 
 
 def _create_locked(path: Path) -> int:

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from twostroke.errors import ConfigError, Mismatch
+from twostroke.errors import ConfigError, Mismatch, Unavailable
+from twostroke.kvtransfer import shm
 from twostroke.kvtransfer.shm import HEADER_BYTES, SharedPool, file_name, sweep
 
 N, SIZE = 0xAB, 3 * 4096 + 24
@@ -79,6 +81,66 @@ def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         SharedPool.create(tmp_path, 0, incarnation=N)
     assert sweep(tmp_path / "no") == 0
+
+
+@pytest.mark.parametrize("call", ["open", "madvise"])
+def test_what_is_lacking_for_a_moment_is_no_mismatch(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SharedPool.create(tmp_path, SIZE, incarnation=N)
+
+    def lacking(*_: object) -> None:
+        raise OSError(errno.EMFILE if call == "open" else errno.ENOMEM, "not now")
+
+    if call == "open":
+        monkeypatch.setattr(os, "open", lacking)
+    else:
+        monkeypatch.setattr(shm, "_populate", lacking)
+    with pytest.raises(Unavailable, match="not now"):
+        SharedPool.open(pool.descriptor, incarnation=N, nbytes=SIZE)
+    pool.close()
+
+
+def test_other_threads_run_while_a_large_pool_is_mapped(tmp_path: Path) -> None:
+    """Else a process that meets a large pool is silent for so long that its peers take it for frozen."""
+    nbytes = 256 << 20
+    beats, begun, over = 0, threading.Event(), threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not over.wait(0.001):
+            beats += 1
+            begun.set()
+
+    with (tmp_path / "pool").open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + nbytes)
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            begun.wait()
+            before = beats
+            mapping = shm._map(file.fileno(), nbytes)
+            assert beats - before >= 4
+        finally:
+            over.set()
+            thread.join()
+    resident = next(line for line in _mapping_of("pool") if line.startswith("Rss:"))
+    assert int(resident.split()[1]) >= nbytes >> 10
+    mapping.close()
+
+
+def _mapping_of(name: str) -> list[str]:
+    """What the kernel says of the mapping of a file of that name."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.endswith(f"/{name}"))
+    return lines[start : start + 10]
+
+
+def test_an_old_kernel_maps_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_MADV_POPULATE_WRITE", 12345)
+    pool = SharedPool.create(tmp_path, SIZE, incarnation=N)
+    pool.tensor.fill_(3)
+    pool.close()
 
 
 def test_descriptors_are_not_trusted(tmp_path: Path) -> None:
