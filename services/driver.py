@@ -52,7 +52,8 @@ class Driver:
         self.handover = handover
         self.ended = asyncio.Event()  # the loop's
         self.failure: BaseException | None = None  # final once `ended` is set
-        self.steps = 0  # like `load` for any thread to read; stands still when a step hangs
+        self.steps = 0  # like `load` and `turns` for any thread to read
+        self.turns = 0  # rounds of the thread, at least one each `TICK_S`: stands still when a step or an event hangs
         self.load: Load = core.load()
         self._loop = loop
         self._on_result = on_result
@@ -60,7 +61,7 @@ class Driver:
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._stopping = False
+        self._stopping = self._abandoned = False
         self._calls = Calls(loop, self.post, self._on_loop)
         self._pending = StepResult()  # what events brought about; the engine thread's, like all below
         self._prefills: set[SequenceKey] = set()  # PREFILL sequences, which outlive their token
@@ -98,7 +99,7 @@ class Driver:
     async def stop(self) -> None:
         """Ends the thread after its current step. Idempotent; a thread that failed or never started is no error."""
         self._stopping = True
-        if not self._thread.is_alive():
+        if self._abandoned or not self._thread.is_alive():
             return
         self.post(lambda: None)  # wakes it
         try:
@@ -108,6 +109,13 @@ class Driver:
             log.error("the engine's thread did not end within %g s; it is left behind", JOIN_S)
             return
         self._thread.join()
+
+    def abandon(self, error: TwostrokeError) -> None:
+        """The thread hangs: from now on it counts as failed, whatever becomes of it."""
+        log.critical("the engine's thread is left behind: %s", error.message)
+        self._abandoned = self._stopping = True
+        self.failure = error
+        self._end()
 
     def _end(self) -> None:
         self.ended.set()
@@ -132,6 +140,7 @@ class Driver:
         self._next_tick = self._clock() + TICK_S
         blocked = True  # until something happens, a step could do nothing
         while not self._stopping:
+            self.turns += 1
             if self._run_events(wait=blocked):
                 blocked = False
             now = self._clock()

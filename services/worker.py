@@ -23,6 +23,7 @@ from .identity import ProcessIdentity, draw_identity
 from .interceptor import ErrorInterceptor
 from .sessions import Sessions
 from .settings import WorkerSettings, split_address
+from .stall import STALL_BEATS, stalled
 from .stopping import Stopping, unless
 from .worker_engine import WorkerEngine, warm_up
 from .worker_role import Role, make_role
@@ -115,7 +116,7 @@ class Worker:
 
     async def _serve_until_stopped(self, stopping: Stopping) -> None:
         self._servicer.open(self._hello(), self._sessions, self._role.links)
-        beats = asyncio.create_task(self._sessions.run())
+        background = [asyncio.create_task(self._sessions.run()), asyncio.create_task(self._abandon_if_hung())]
         try:
             await self._health.set_serving(True)
             log.info("ready: %s on %s", self._loaded.form.model, self._address)
@@ -124,8 +125,14 @@ class Worker:
             if not self._driver.ended.is_set():
                 await unless(stopping.second, unless(self._driver.ended, self._sessions.drain(self._settings.drain_s)))
         finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _abandon_if_hung(self) -> None:
+        """A hung engine serves nobody, yet all else looks alive: the process ends, for its supervisor to start anew."""
+        await stalled(lambda: self._driver.turns, beats=STALL_BEATS)
+        self._driver.abandon(TwostrokeError(f"nothing has moved for {STALL_BEATS} s"))
 
     async def _end(self) -> None:
         failed = self._driver.ended.is_set()

@@ -1,5 +1,6 @@
 """A worker's engine, made ready: model found, KV pool allocated, weights loaded. Blocks for seconds to minutes."""
 
+import contextlib
 import errno
 import logging
 import time
@@ -12,7 +13,7 @@ from ..engine.core import EngineCore
 from ..engine.models import fingerprint, resolve, served_name
 from ..engine.request import Request, SamplingParams, SequenceKey
 from ..errors import ConfigError, TwostrokeError, Unavailable
-from ..kvtransfer.shm import SharedPool, sweep
+from ..kvtransfer.shm import SharedPool, file_name, sweep
 from ..v1 import worker_pb2 as pb
 from .settings import WorkerSettings
 
@@ -35,6 +36,7 @@ class WorkerEngine:
         self._settings = settings
         self._incarnation = incarnation
         self._engine: Engine | None = None
+        self._closed = False
 
     @property
     def engine(self) -> Engine:
@@ -68,15 +70,25 @@ class WorkerEngine:
         )
 
     def close(self) -> None:
-        """Removes the pool's file. May be called again, also while `load` runs elsewhere."""
+        """Removes the pool's file. May be called again, also while `load` runs elsewhere, which then makes none."""
+        self._closed = True
         if self.shared is not None:
             self.shared.close()
+        else:  # `load` may be filling it, for seconds that this process no longer has
+            with contextlib.suppress(OSError):
+                (self._settings.shm_dir / file_name(self._incarnation)).unlink()
 
     def _allocate_shared(self, nbytes: int) -> Tensor:  # [nbytes] uint8
-        self.shared = wait_for_memory(
-            lambda: SharedPool.create(self._settings.shm_dir, nbytes, incarnation=self._incarnation)
-        )
+        self.shared = wait_for_memory(lambda: self._create(nbytes))
         return self.shared.tensor
+
+    def _create(self, nbytes: int) -> SharedPool:
+        if not self._closed:
+            pool = SharedPool.create(self._settings.shm_dir, nbytes, incarnation=self._incarnation)
+            if not self._closed:
+                return pool
+            pool.close()
+        raise Unavailable("the worker ends")
 
 
 def wait_for_memory(create: Callable[[], SharedPool], wait_s: float = MEMORY_WAIT_S) -> SharedPool:

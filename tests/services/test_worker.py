@@ -192,6 +192,30 @@ def test_only_a_decode_workers_pool_is_a_file(role: str, model: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_engine_that_is_closed_while_it_loads_leaves_no_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pool's file is made, while it is filled, and after."""
+    settings = settings_of("decode", model, shm_dir=tmp_path)
+    early = WorkerEngine(settings, 0xABC)
+    early.close()
+    with pytest.raises(Unavailable):
+        early.load()
+    during = WorkerEngine(settings, 0xABC)
+    fill = os.posix_fallocate
+
+    def closing(*arguments: int) -> None:
+        fill(*arguments)
+        assert len(list(tmp_path.iterdir())) == 1
+        during.close()
+        assert list(tmp_path.iterdir()) == [], "the process may end now"
+
+    monkeypatch.setattr(os, "posix_fallocate", closing)
+    with pytest.raises(Unavailable):
+        during.load()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_warm_up_leaves_nothing_but_cached_pages(model: Path) -> None:
     core = build_engine(model, OPTIONS, fingerprint="x").core
     warm_up(core, OPTIONS.page_size)
@@ -454,3 +478,30 @@ async def test_an_engine_that_fails_ends_the_process(
     with pytest.raises(TwostrokeError, match="the books are gone"):
         await asyncio.wait_for(serving, 20)
     await probe.close()
+
+
+async def test_an_engine_that_hangs_ends_the_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch, unused: Callable[[], str]
+) -> None:
+    hang, gate = threading.Event(), threading.Event()
+
+    def tick(self: object, now: float) -> None:
+        if hang.is_set():
+            gate.wait()
+
+    monkeypatch.setattr(NoHandover, "tick", tick)
+    monkeypatch.setattr(worker_module, "STALL_BEATS", 4)
+    address = unused()
+    serving = asyncio.create_task(serve(settings_of("both", model, listen=address)))
+    probe = HealthProbe(address)
+    try:
+        await until(probe, Condition.SERVING)
+        async with Gateway(address) as gateway:
+            hang.set()
+            code, details = await gateway.status()
+            assert (code, "failed" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+        with pytest.raises(TwostrokeError, match="nothing has moved"):
+            await asyncio.wait_for(serving, 20)
+    finally:
+        gate.set()
+        await probe.close()
