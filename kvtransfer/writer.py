@@ -6,6 +6,7 @@ from ..errors import TwostrokeError
 from .ids import Recent
 from .messages import (
     Accepted,
+    ClosePool,
     Drained,
     FirstToken,
     FromReader,
@@ -40,10 +41,13 @@ class Writer:
     # Readers
 
     def reader_up(self, reader: int, now: float, *, pool: int | None = None, pool_pages: int = 0) -> list[Instruction]:
-        """A link to it is open. Tickets must name `pool` and pages of it below `pool_pages`, where these are given."""
+        """A link to it is open. Tickets must name `pool` and pages of it below `pool_pages`, where these are given.
+
+        Of one that was proven dead before nothing is taken: its pool is closed.
+        """
         self._see(now)
         if self._pushes.is_dead(reader):
-            return []
+            return [ClosePool(reader)] if reader in self._pushes.dead else []
         peer = self._pushes.peers.setdefault(reader, Peer())
         peer.up, peer.met, peer.pool, peer.pool_pages = True, True, pool, pool_pages
         complete = [push for push in peer.pushes.values() if push.state is PushState.COMPLETE]

@@ -118,7 +118,7 @@ class LinkServer:
             await self._expect(requests, "heartbeat")  # said after the handle was opened: it is that peer's
             reader = self._readers.get(identity.incarnation)
             if reader is None:
-                if transport is None or self._events is None:
+                if transport is None or self._events is None or identity.incarnation in self._dead:
                     raise Unavailable("the peer was lost meanwhile")
                 stack.pop_all()
                 reader = self._admit(identity, offer, handle, transport)

@@ -303,10 +303,12 @@ def test_a_dead_readers_pool_is_closed_after_its_last_copy() -> None:
     out = chunk(writer, 10, 10)
     writer.prompt_done("a", TOKEN)
     assert writer.reader_dead(D) == writer.reader_dead(D) == []
+    assert writer.reader_up(D, 0.0) == [], "its last copy is not done"
     *most, final = copies(out)
     assert finish(writer, most) == []
     assert writer.copied(final.copy, digests(final)) == [Release("a"), ClosePool(D)]
-    assert writer.receive(D, ticket(3, "d"), 0.0) == writer.reader_up(D, 0.0) == writer.reader_dead(D) == []
+    assert writer.receive(D, ticket(3, "d"), 0.0) == writer.reader_dead(D) == []
+    assert writer.reader_up(D, 0.0) == [ClosePool(D)], "whoever opened its pool again must close it again"
     assert writer.prompt_done("b", TOKEN) == [Release("b")]
     assert writer.expect("e", D) == []
     assert writer.prompt_done("e", TOKEN) == [Release("e")]

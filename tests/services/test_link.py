@@ -252,6 +252,19 @@ async def test_the_newer_of_two_streams_of_a_peer_counts(tmp_path: Path) -> None
         assert await rig.p.driver.call(lambda: len(rig.p.handover._pools._transports)) == 1
 
 
+async def test_a_handshake_that_outlives_its_process_comes_to_nothing(tmp_path: Path) -> None:
+    """Of two handshakes of one peer the second goes on when the first has proven its death."""
+    async with running(tmp_path) as rig, raw_link(rig) as slow:
+        await slow.call.write(pb.FromDecode(hello=slow.hello))
+        assert (await slow.call.read()).WhichOneof("kind") == "hello"
+        rig.p.links._dead[rig.d.identity.incarnation] = None
+        await slow.call.write(HEARTBEAT)
+        code, details = await slow.status()
+        assert (code, "lost" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert not rig.p.links._readers
+        assert await rig.p.driver.call(lambda: not rig.p.handover._pools._transports)
+
+
 async def test_one_incarnation_has_one_identity(tmp_path: Path) -> None:
     async with running(tmp_path) as rig, raw_link(rig) as old, raw_link(rig) as new:
         await old.stand()

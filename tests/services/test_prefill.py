@@ -282,6 +282,16 @@ def test_a_dead_reader_costs_its_pool_and_frees_its_sequences(side: Side) -> Non
     side.over()
 
 
+def test_a_link_that_stands_after_its_reader_was_proven_dead_leaves_no_pool_open(side: Side) -> None:
+    side.up()
+    side.handover.reader_dead(READER)
+    side.run_events()
+    side.transport.closed = False
+    side.up()
+    assert side.transport.closed
+    side.over()
+
+
 def test_a_reader_may_die_within_a_step(side: Side) -> None:
     side.up()
     key = side.submit(random_prompt(8, 9))
