@@ -72,16 +72,20 @@ class PeerWatch:
             return
         if self._handle is None or self.identity.pid in (os.getpid(), os.getppid()):
             log.warning("%s is silent for %.0f s; nothing proves that it is gone", self.identity.name, silence_s)
-            self.heard()
-            self._on_silent()
+            self._still_there()
             return
-        self._fenced = True
         log.warning("%s (pid %d) is silent for %.0f s: killing it", self.identity.name, self.identity.pid, silence_s)
         try:
             self._handle.kill()
+            self._fenced = True
         except PermissionError:
             log.error("%s is another user's process: it cannot be killed from here", self.identity.name)
-            self._on_silent()
+            self._still_there()
+
+    def _still_there(self) -> None:
+        """It cannot be fenced: silence counts anew."""
+        self.heard()
+        self._on_silent()
 
     def _ended(self) -> None:
         self.dead = True

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from twostroke.errors import Unavailable
-from twostroke.kvtransfer.process import host_id
+from twostroke.kvtransfer.process import ProcessHandle, host_id
 from twostroke.services.identity import ProcessIdentity
 from twostroke.services.liveness import Liveness, PeerWatch
 
@@ -98,6 +98,21 @@ async def test_another_hosts_peer_is_only_told_to_be_silent(
     watched = Watched(liveness, identity(process.pid, "elsewhere/1"))
     assert not watched.watch.provable
     await watched.silent.wait()
+    assert process.poll() is None
+
+
+async def test_a_peer_that_may_not_be_killed_is_told_to_be_silent_again_and_again(
+    liveness: Liveness, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: ProcessHandle) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(ProcessHandle, "kill", refused)
+    watched = Watched(liveness, identity(process.pid))
+    for _ in range(2):
+        async with asyncio.timeout(20):
+            await watched.silent.wait()
+        watched.silent.clear()
     assert process.poll() is None
 
 
