@@ -42,6 +42,14 @@ class Owner(Protocol):
         """Workers to meet."""
         ...
 
+    def hold(self, on: bool, within_s: float) -> None:
+        """Takes nothing new, or takes work again."""
+        ...
+
+    def become(self, role: str) -> None:
+        """Ends, to come back in another role."""
+        ...
+
     def left(self, session: "Session") -> None:
         """The session ended."""
         ...
@@ -78,6 +86,10 @@ class Session:
                 self._cancel(message.cancel)
             case "peers":
                 self._owner.tell_peers(wire.read_peers(message.peers))
+            case "drain":
+                self._owner.hold(message.drain.drain, message.drain.within_ms / 1000)
+            case "set_role":
+                self._set_role(message.set_role.role)
             case "hello":
                 self.end(InvalidRequest("a second hello"))
             case _:  # a heartbeat, or what a later version may say
@@ -102,9 +114,8 @@ class Session:
         self._forget(key)
 
     def tell_status(self, status: pb.Status) -> None:
-        """Sends the load; left out while other messages wait, which are a sign of life as good."""
-        if self.outbox.empty:
-            self._send(pb.FromWorker(status=status))
+        """Sends the load. Also beside other messages: a busy worker's load counts most, and that it drains."""
+        self._send(pb.FromWorker(status=status))
 
     def fail_all(self, error: TwostrokeError) -> None:
         """Gives all sequences up and tells the gateway about each."""
@@ -126,6 +137,12 @@ class Session:
 
     def _keys(self) -> list[SequenceKey]:
         return [key for keys in self._live.values() for key in keys]
+
+    def _set_role(self, role: pb.Role.ValueType) -> None:
+        if role in wire.ROLES:
+            self._owner.become(wire.ROLES[role])
+        else:
+            log.warning("gateway %s asks for role %d, which is unknown here", self.gateway.name, role)
 
     def _submit(self, submit: pb.Submit) -> None:
         key = wire.key_of(self.gateway.incarnation, submit)

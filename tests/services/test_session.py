@@ -500,6 +500,19 @@ async def test_a_gateway_that_reads_nothing_is_cut_and_its_neighbour_is_not() ->
         await frozen.close()
 
 
+async def test_a_status_is_told_beside_what_waits() -> None:
+    async with serving() as worker:
+        session = worker.sessions.open(draw_identity("gateway", "here"))
+        assert session.outbox.put(pb.FromWorker(step=pb.Step(step=1)))
+        worker.sessions.draining = True
+        worker.sessions.beat()
+        session.end(None, flush=True)
+        kinds = []
+        while (taken := await session.outbox.take()) is not None:
+            kinds.append((taken[0].WhichOneof("kind"), taken[0].status.draining))
+        assert kinds == [("step", False), ("status", True)]
+
+
 async def test_draining_lets_go_on_what_runs() -> None:
     async with serving() as worker, Gateway(worker.address) as gateway:
         worker.runner.gate.clear()
