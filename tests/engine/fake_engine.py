@@ -1,6 +1,7 @@
 """EngineCore over the fake runner, with the caller's duties done: holds tickets, collects outputs, checks integrity."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from twostroke.engine.config import EngineOptions
@@ -16,6 +17,7 @@ from twostroke.engine.request import (
     StepResult,
     Token,
     Work,
+    sample_keys,
 )
 
 from .fake_runner import FakeRunner, expected_tokens, next_token
@@ -77,6 +79,8 @@ class FakeEngine:
         params = SamplingParams(**{name: fields.pop(name) for name in PARAMS if name in fields})
         request = Request(self.key(number), prompt, params, work, **{"arrival": self.clock(), **fields})
         self.core.add(request)
+        for key in sample_keys(request.key, request.samples):
+            self.requests[key] = replace(request, key=key, samples=1)
         self.requests[request.key] = request
         return request.key
 
@@ -120,28 +124,37 @@ class FakeEngine:
         request = self.requests[key]
         return [*request.prompt_ids, *request.output_ids]
 
+    def samples(self, key: SequenceKey) -> list[SequenceKey]:
+        """All samples of a request."""
+        return sample_keys(key, self.requests[key].samples)
+
     def write_kv(self, key: SequenceKey) -> Token:
         """The prefill worker's part: fills the reserved pages; returns token 0."""
         reservation, known = self.reserved[key], self.known(key)
         self.runner.fill(reservation.pages, known[reservation.first_position :])
-        return Token(next_token(known, VOCAB))
+        return Token(next_token(known, VOCAB, key.sample))
+
+    def first_tokens(self, key: SequenceKey, finish: FinishReason | None = None) -> dict[SequenceKey, Any]:
+        """Token 0 of each sample, as the prefill worker tells them."""
+        known = self.known(key)
+        return {each: (Token(next_token(known, VOCAB, each.sample)), finish) for each in self.samples(key)}
 
     def arrive(self, key: SequenceKey, finish: FinishReason | None = None) -> SequenceOutput | None:
-        """KV written and verified: the ticket ends, the sequence joins."""
-        first = self.write_kv(key)
+        """KV written and verified: the ticket ends, the sequence joins with all its samples. The first one's output."""
+        self.write_kv(key)
         self.core.pool.unhold(("ticket", key))
-        output = self.core.kv_arrived(key, first, finish)
-        if output is not None:
+        outputs = self.core.samples_arrived(key, self.first_tokens(key, finish))
+        for output in outputs:
             self.take(output)
         self.core.check_integrity()
-        return output
+        return outputs[0] if outputs else None
 
     def expected(self, key: SequenceKey) -> list[int]:
         """The new tokens that a sequence must have brought when it ended."""
         request, known = self.requests[key], self.known(key)
         stop = frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else self.eos)
         count = 1 if request.work is Work.PREFILL else request.params.max_tokens - len(request.output_ids)
-        return expected_tokens(known, count, VOCAB, stop=stop, context=self.context)
+        return expected_tokens(known, count, VOCAB, stop=stop, context=self.context, sample=key.sample)
 
     def check_outputs(self) -> None:
         """All that ended brought what the pure function says."""

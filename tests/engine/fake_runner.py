@@ -9,19 +9,26 @@ from twostroke.engine.request import SequenceKey, Token
 NEVER_WRITTEN = -1
 
 
-def next_token(context: Sequence[int], vocab_size: int) -> int:
-    """The "model": a hash of all tokens so far."""
+def next_token(context: Sequence[int], vocab_size: int, sample: int = 0) -> int:
+    """The "model": a hash of all tokens so far; each sample has its own noise."""
     content = b"".join(token.to_bytes(8, "little", signed=True) for token in context)
+    content += sample.to_bytes(4, "little") if sample else b""
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") % vocab_size
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, vocab_size: int, *, stop: frozenset[int] = frozenset(), context: int = 1 << 30
+    prompt: Sequence[int],
+    count: int,
+    vocab_size: int,
+    *,
+    stop: frozenset[int] = frozenset(),
+    context: int = 1 << 30,
+    sample: int = 0,
 ) -> list[int]:
     """What a sequence must answer: `count` tokens, fewer if one of `stop` comes or the context is full."""
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + count, context):
-        tokens.append(next_token(tokens, vocab_size))
+        tokens.append(next_token(tokens, vocab_size, sample))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -36,7 +43,9 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.layers = layers
         self.steps: list[list[tuple[SequenceKey, int, int]]] = []  # of each step: key, start, tokens
+        self.copies: list[tuple[int, int]] = []  # pages, from and to
         self.fail_with: Exception | None = None
+        self.fail_copies_with: Exception | None = None
 
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
         if self.fail_with is not None:
@@ -52,10 +61,22 @@ class FakeRunner:
             assert hook is not None
             hook(layer, progress)
         return [
-            Token(next_token(self.read(row.pages, row.start + len(row.token_ids)), self.vocab_size))
+            Token(next_token(self.read(row.pages, row.start + len(row.token_ids)), self.vocab_size, sample))
             for row in rows
             if row.sample
+            for sample in range(row.key.sample, row.key.sample + row.samples)
         ]
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.fail_copies_with is not None:
+            error, self.fail_copies_with = self.fail_copies_with, None
+            raise error
+        assert not set(sources) & set(targets), "a page is copied onto one that is copied"
+        assert len(set(targets)) == len(targets), "two copies into one page"
+        for source, target in zip(sources, targets, strict=True):
+            assert target != 0, "a copy into the sink"
+            self.memory[target] = list(self.memory[source])
+            self.copies.append((source, target))
 
     def _write(self, row: Row) -> list[tuple[int, int]]:
         assert row.token_ids, "an empty row"

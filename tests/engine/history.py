@@ -81,6 +81,7 @@ class History(RuleBasedStateMachine):
         writer=st.sampled_from(WRITERS),
         salt=st.sampled_from([b"", b"", b"x"]),
         patience=st.sampled_from([None, None, 3.0]),
+        samples=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
         self,
@@ -93,6 +94,7 @@ class History(RuleBasedStateMachine):
         writer: int,
         salt: bytes,
         patience: float | None,
+        samples: int,
     ) -> None:
         slots = self.engine.core.pool.usable * self.engine.options.page_size  # a few will not fit
         prompt = [branches[min(at // 6, len(branches) - 1)] for at in range(1 + length % max(2, slots * 2 // 3))]
@@ -111,6 +113,7 @@ class History(RuleBasedStateMachine):
                 writer=writer,
                 cache_salt=salt,
                 deadline=None if patience is None else self.engine.clock.now + patience,
+                samples=1 if replayed else samples,
             )
         except InvalidRequest:
             assert self.engine.core.load() == before
@@ -127,7 +130,7 @@ class History(RuleBasedStateMachine):
                 break
 
     def one_step(self) -> StepResult:
-        secure = self.ticketed | set(self.keys(State.AWAITING))
+        secure = self.ticketed | set(self.carriers(State.AWAITING))
         result = self.engine.step()
         assert secure.isdisjoint(result.preempted), "pages under a ticket were taken"
         self.check()
@@ -138,6 +141,13 @@ class History(RuleBasedStateMachine):
         self.engine.runner.fail_with = RuntimeError("planted")
         result = self.one_step()
         self.engine.runner.fail_with = None
+        self.gone |= {key for key, _ in result.failures}
+
+    @rule()
+    def fail_to_copy(self) -> None:
+        self.engine.runner.fail_copies_with = RuntimeError("planted")
+        result = self.one_step()
+        self.engine.runner.fail_copies_with = None
         self.gone |= {key for key, _ in result.failures}
 
     @rule(which=ANY)
@@ -151,25 +161,43 @@ class History(RuleBasedStateMachine):
             self.drop(keys[which % len(keys)])
 
     def drop(self, key: SequenceKey) -> None:
-        if self.engine.core.state_of(key) is State.AWAITING:
-            self.lost.add(key)
-        assert self.engine.core.cancel(key)
-        assert not self.engine.core.cancel(key)
+        core, carrier = self.engine.core, self.engine.core.carrier(key)
+        transit = core.state_of(key) is State.AWAITING
+        free = core.pool.free_pages
+        assert core.cancel(key)
+        assert not core.cancel(key)
+        assert core.pool.free_pages >= free
+        if transit and carrier is not None and core.state_of(carrier) is None:
+            self.lost.add(carrier)
         self.gone.add(key)
         self.check()
+
+    @rule(which=ANY)
+    def abandon(self, which: int) -> None:
+        if carriers := self.carriers():
+            carrier = carriers[which % len(carriers)]
+            if self.engine.core.state_of(carrier) is State.AWAITING:
+                self.lost.add(carrier)
+            dropped = self.engine.core.abandon(carrier)
+            assert dropped
+            assert self.gone.isdisjoint(dropped)
+            self.gone.update(dropped)
+            assert self.engine.core.state_of(carrier) is None
+            self.check()
 
     @rule(elapsed=st.sampled_from([0.5, 2.0]))
     def expire(self, elapsed: float) -> None:
         self.engine.clock.now += elapsed
-        transit = set(self.keys(State.AWAITING))
-        expired = {key for key, _ in self.engine.core.expire(self.engine.clock.now)}
-        self.gone |= expired
-        self.lost |= expired & transit
+        transit = self.carriers(State.AWAITING)
+        expired = [key for key, _ in self.engine.core.expire(self.engine.clock.now)]
+        assert self.gone.isdisjoint(expired)
+        self.gone.update(expired)
+        self.lost |= {carrier for carrier in transit if self.engine.core.state_of(carrier) is None}
         self.check()
 
     @rule(which=ANY)
     def ticket(self, which: int) -> None:
-        if keys := [key for key in self.keys() if self.engine.requests[key].work is Work.PREFILL]:
+        if keys := [key for key in self.carriers() if self.engine.requests[key].work is Work.PREFILL]:
             key = keys[which % len(keys)]
             self.engine.core.ticketed(key)
             self.ticketed.add(key)
@@ -177,31 +205,34 @@ class History(RuleBasedStateMachine):
 
     @rule(which=ANY, early=st.booleans())
     def release(self, which: int, early: bool) -> None:
-        keys = self.keys(State.HELD)
+        keys = self.carriers(State.HELD)
         if early:
-            keys = [key for key in self.keys() if self.engine.requests[key].work is Work.PREFILL]
+            keys = [key for key in self.carriers() if self.engine.requests[key].work is Work.PREFILL]
         if keys:
             self.engine.core.release(keys[which % len(keys)])
             self.check()
 
     @rule(which=ANY, held_longer=st.booleans())
     def arrive(self, which: int, held_longer: bool) -> None:
-        if keys := self.keys(State.AWAITING):
+        if keys := self.carriers(State.AWAITING):
             key = keys[which % len(keys)]
+            wanted = [each for each in self.engine.samples(key) if each not in self.gone]
             if held_longer:
-                output = self.engine.core.kv_arrived(key, self.engine.write_kv(key), None)
-                assert output is not None
-                self.engine.take(output)
+                self.engine.write_kv(key)
+                outputs = self.engine.core.samples_arrived(key, self.engine.first_tokens(key))
+                assert [output.key for output in outputs] == wanted
+                for output in outputs:
+                    self.engine.take(output)
                 self.check()
                 assert self.engine.core.pool.unhold(("ticket", key))
             else:
                 assert self.engine.arrive(key) is not None
-            assert self.engine.core.kv_arrived(key, Token(1), None) is None, "a second time"
+            assert not self.engine.core.samples_arrived(key, {key: (Token(1), None)}), "a second time"
             self.check()
 
     @rule(which=ANY)
     def write_in_transit(self, which: int) -> None:
-        if keys := self.keys(State.AWAITING):
+        if keys := self.carriers(State.AWAITING):
             self.scribble(keys[which % len(keys)])
 
     @rule(which=ANY, done=st.booleans())
@@ -221,12 +252,18 @@ class History(RuleBasedStateMachine):
         self.engine.runner.fill(pages, [GARBAGE] * (len(pages) * self.engine.options.page_size))
 
     def keys(self, state: State | None = None) -> list[SequenceKey]:
-        found = [(key, self.engine.core.state_of(key)) for key in self.engine.requests]
+        """Samples that are wanted."""
+        found = [(key, self.engine.core.state_of(key)) for key in self.engine.requests if key not in self.gone]
         return [key for key, now in found if now is not None and state in (None, now)]
+
+    def carriers(self, state: State | None = None) -> list[SequenceKey]:
+        """Names of live sequences, each of which may carry several samples."""
+        found = [self.engine.core.carrier(key) for key in self.keys(state)]
+        return [key for key in dict.fromkeys(found) if key is not None]
 
     def check(self) -> None:
         self.engine.core.check_integrity()
-        for key in self.keys(State.HELD):
+        for key in self.carriers(State.HELD):
             pages = next(row.pages for _, row in reversed(self.engine.progress) if row.key == key)
             known = self.engine.known(key)
             assert self.engine.runner.read(pages, len(known)) == known, "the KV that waits to be fetched is another's"
@@ -234,16 +271,16 @@ class History(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for _ in range(2 * self.number + 2):  # each round at least one sequence must end
+        for _ in range(6 * self.number + 2):  # each round at least one sequence must end
             self.engine.drain()
             keys = self.keys()
             if not keys and not self.lost:
                 break
-            for key in keys:
+            for key in self.carriers():
                 self.engine.core.ticketed(key)
-            for key in self.keys(State.AWAITING):
+            for key in self.carriers(State.AWAITING):
                 self.engine.arrive(key)
-            for key in self.keys(State.HELD):
+            for key in self.carriers(State.HELD):
                 self.engine.core.release(key)
             for key in self.lost:
                 self.scribble(key)
@@ -271,6 +308,8 @@ EVENTS: dict[Callable[..., None], int] = {  # and how often, relatively
     History.write_late: 4,
     History.expire: 2,
     History.fail: 1,
+    History.fail_to_copy: 1,
+    History.abandon: 1,
 }
 
 
@@ -314,6 +353,7 @@ class Walk:
             "writer": choose(WRITERS),
             "salt": choose([b"", b"", b"x"]),
             "patience": choose([None, None, 3.0]),
+            "samples": choose([1, 1, 2, 3]),
             "count": draw(1, 4),
             "elapsed": choose([0.5, 2.0]),
             "which": draw(0, 1 << 16),

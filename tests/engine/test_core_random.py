@@ -44,7 +44,12 @@ def test_long_histories() -> None:
         seen["ended"] += len(engine.ends)
         seen["found a prefix"] += sum(1 for o in engine.firsts.values() if o.timings and o.timings.cached_tokens)
         seen["reserved"] += len(engine.reserved)
+        seen["copied"] += len(engine.runner.copies)
+        seen["preempted with samples"] += sum(key.sample > 0 for key in engine.preempted)
         for work in Work:
+            seen[f"{work.name} with samples ended"] += sum(
+                engine.requests[key].work is work and key.sample > 0 for key in engine.ends
+            )
             seen[f"preempted {work.name}"] += sum(engine.requests[key].work is work for key in engine.preempted)
     assert min(seen.values()) > 25, seen
 
@@ -77,8 +82,8 @@ def registers_early(patch: pytest.MonkeyPatch) -> None:
     """Pages are findable from admission on."""
     enter = Roster.enter
 
-    def early(self: Roster, sequence: Sequence, hits: list[int], fresh: int) -> None:
-        enter(self, sequence, hits, fresh)
+    def early(self: Roster, sequence: Sequence, hits: list[int], fresh: int, private: int = 0) -> None:
+        enter(self, sequence, hits, fresh, private)
         for page, digest in zip(sequence.pages, sequence.chain, strict=False):
             self.pool.register(page, digest)
 
@@ -151,7 +156,45 @@ def loses_a_page_when_preempted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "_give_back", leaky)
 
 
+def parts_without_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """Siblings find undefined content in their own last page."""
+    patch.setattr(EngineCore, "_copy_last_page", lambda self, sequence: None)
+
+
+def parts_with_a_shared_last_page(patch: pytest.MonkeyPatch) -> None:
+    """All samples write into the one page that is not full."""
+    part = Roster.part
+
+    def shared(self: Roster, sequence: Sequence) -> list[Sequence]:
+        full, rest = divmod(sequence.base, self.page_size)
+        last = sequence.pages[full : full + 1] if rest else []
+        parted = part(self, sequence)
+        for sibling in parted[1:]:
+            if last and len(sibling.pages) > full and sibling.pages[full] != last[0]:
+                self.pool.release([sibling.pages[full]])
+                self.pool.share(last)
+                sibling.pages[full] = last[0]
+        return parted
+
+    patch.setattr(Roster, "part", shared)
+
+
+def keeps_a_cancelled_siblings_pages(patch: pytest.MonkeyPatch) -> None:
+    """What was set aside for a sample stays so after its cancel."""
+    disown = Roster.disown
+
+    def leaky(self: Roster, sequence: Sequence, key: SequenceKey) -> None:
+        if key in sequence.siblings:
+            sequence.siblings[key] = []
+        disown(self, sequence, key)
+
+    patch.setattr(Roster, "disown", leaky)
+
+
 FAULTS: list[Plant] = [
+    parts_without_a_copy,
+    parts_with_a_shared_last_page,
+    keeps_a_cancelled_siblings_pages,
     frees_held_pages,
     registers_early,
     registers_too_much,
@@ -162,7 +205,13 @@ FAULTS: list[Plant] = [
     preempts_the_oldest,
     loses_a_page_when_preempted,
 ]
-CORRUPTING: list[Plant] = [frees_held_pages, registers_early, registers_too_much]
+CORRUPTING: list[Plant] = [
+    parts_without_a_copy,
+    parts_with_a_shared_last_page,
+    frees_held_pages,
+    registers_early,
+    registers_too_much,
+]
 
 
 def hunt(walks: int) -> None:
@@ -183,4 +232,4 @@ def test_wrong_content_shows_in_the_output_too(plant: Plant, monkeypatch: pytest
     plant(monkeypatch)
     monkeypatch.setattr(EngineCore, "check_integrity", lambda self, *, idle=False: None)
     with pytest.raises(AssertionError):
-        hunt(40)
+        hunt(150)
