@@ -479,7 +479,7 @@ class Submit(_message.Message):
     request: _builtins.int
     """/ The gateway's number of the request; unique in the gateway's incarnation."""
     sample: _builtins.int
-    """/ Which sample of the request; 0 for now."""
+    """/ Which sample of the request; of several, the first."""
     attempt: _builtins.int
     """/ Counts replays; answers to older attempts are dropped by the gateway."""
     work: Global___Work.ValueType
@@ -546,6 +546,7 @@ class Cancel(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """/ The requests' numbers."""
@@ -554,15 +555,20 @@ class Cancel(_message.Message):
     def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """/ Attempts up to this one are dropped, one entry a request."""
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """/ The sample that is dropped, one entry a request; the others go on. Absent: all samples are."""
+
     def __init__(
         self,
         *,
         requests: _abc.Iterable[_builtins.int] | None = ...,
         attempts: _abc.Iterable[_builtins.int] | None = ...,
+        samples: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "requests", b"requests", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -859,6 +865,9 @@ class Status(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PUSHED_PAGES_FIELD_NUMBER: _builtins.int
+    TICKETS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """/ Counts up by one each second."""
     free_pages: _builtins.int
@@ -877,6 +886,12 @@ class Status(_message.Message):
     """/ Steps made since the start; one that stands still while sequences run tells of a hung engine."""
     draining: _builtins.bool
     """/ It finishes what it has and takes nothing new."""
+    prefilled_tokens: _builtins.int
+    """/ Tokens of prompts, and of output that was computed anew, that it ran since its start."""
+    pushed_pages: _builtins.int
+    """/ Pages that it pushed to decode workers since its start, all layers of a page counted as one."""
+    tickets: _builtins.int
+    """/ Tickets that it gave (decode) or completed (prefill) since its start."""
     def __init__(
         self,
         *,
@@ -889,10 +904,13 @@ class Status(_message.Message):
         waiting_tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        prefilled_tokens: _builtins.int = ...,
+        pushed_pages: _builtins.int = ...,
+        tickets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_pages", b"free_pages", "pages", b"pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_pages", b"free_pages", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
