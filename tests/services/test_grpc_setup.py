@@ -1,6 +1,7 @@
 """Servers and channels: health, reflection, limits, pings."""
 
 import asyncio
+from collections import Counter
 
 import grpc
 import grpc.aio
@@ -98,3 +99,17 @@ async def test_a_client_that_pings_each_second_keeps_its_stream() -> None:
             async with asyncio.timeout(5):
                 await anext(seen)
     await server.stop(None)
+
+
+async def test_a_burst_of_calls_is_taken_whole() -> None:
+    """gRPC's own bound on calls that wait for the loop drops some of a burst, at random, as CANCELLED."""
+    server = create_server()
+    await add_health_and_reflection(server, ())
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(3000)]
+        codes = Counter([await call.code() for call in calls])
+    await server.stop(None)
+    assert codes == {grpc.StatusCode.OK: 3000}
