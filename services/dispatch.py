@@ -39,6 +39,7 @@ class Dispatcher:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._affinity = PrefixAffinity(AFFINITY_PAGES)
+        self._living: frozenset[int] = frozenset()  # incarnations that the affinity may know
         self._prefill_missed = False
 
     def launch(self, flight: Flight, job: Job, output_ids: list[int], avoid: Set[int]) -> None:
@@ -64,6 +65,7 @@ class Dispatcher:
         loads = self.fleet.loads()
         if not loads:
             raise self.fleet.unavailable()
+        self._forget_the_gone(loads)
         known = [*job.prompt_ids, *output_ids]
         hashes = prefix_hashes(known, loads[0].page_size, job.request.cache_salt)
         met = self._affinity.lookup(hashes)
@@ -77,6 +79,13 @@ class Dispatcher:
             raise self.fleet.unavailable()
         self._affinity.record(hashes, [worker for worker in (route.prefill, route.decode) if worker is not None])
         return route
+
+    def _forget_the_gone(self, loads: list[WorkerLoad]) -> None:
+        """What a worker had cached went with it; else each restart would leave its incarnation at every page for good."""
+        living = frozenset(load.incarnation for load in loads)
+        if self._living - living:
+            self._affinity.forget(living)
+        self._living = living
 
     def _tell_mode(self, *, alone: bool) -> None:
         """Says once when decode workers begin to compute prompts themselves, and when that is over."""

@@ -33,8 +33,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
         ("grpc.so_reuseport", 0),  # else a second process on the same port would share its calls silently
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
-        # Calls that the loop has not yet taken. By default gRPC drops some at random from 1000 on, as CANCELLED: a burst
-        # must meet the admission's refusal, which says why and when to come back.
+        # Calls that the loop has not yet taken. By default gRPC drops some at random from 1000 on, as CANCELLED, but a
+        # burst must meet the admission's refusal, which says why and when to come back.
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
     ]
