@@ -60,6 +60,10 @@ class Tokenizer:
         """
         return self._encode(text, field="input.text", add_special_tokens=True)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """As `encode`, without special tokens: for a piece of a text rather than a prompt."""
+        return self._encode(text, field="text", add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A conversation's tokens, by the chat template, which writes the special tokens itself.
 

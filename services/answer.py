@@ -1,11 +1,12 @@
 """Makes the answer of a request from its tokens: text, stop strings, counts and times."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.request import FinishReason, Token
 from .generation import Finish, Piece, Timings
+from .prompt_scores import PromptScores
 from .served_model import TextStream
 from .stop_strings import StopStrings
 
@@ -36,11 +37,20 @@ class Answer:
         seed: int,
         logprobs: bool,
         arrival: float,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        stop_texts: Mapping[int, str] | None = None,
+        scores: PromptScores | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arrival`: of the request, by `clock`."""
+        """`arrival`: of the request, by `clock`. `min_tokens`: stop strings that end before so many do not count.
+        `include_stop`: the stop string is sent. `stop_texts`: the tokens that are sent as text although they end the
+        output, with what the text stream leaves out of them. `scores`: go into the first piece."""
         self._text = text
-        self._stops = StopStrings(stop_strings)
+        self._stops = StopStrings(stop_strings, include=include_stop)
+        self._min_tokens = min_tokens
+        self._stop_texts = stop_texts or {}
+        self._scores = scores
         self._prompt_tokens = prompt_tokens
         self._seed = seed
         self._logprobs = logprobs
@@ -65,25 +75,32 @@ class Answer:
             text=text,
             logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
             finish=self._finish(finish, stop_string or "", report) if finish is not None else None,
+            prompt_logprobs=self._scores.take() if self._scores is not None else None,
         )
 
     def _read(self, tokens: Sequence[Token], finish: FinishReason | None) -> tuple[str, int, str | None]:
         """(text, tokens taken, stop string that matched)."""
         # The token that ended the output by itself (end of text, a stop token) is reported, but it is not text.
-        silent = len(tokens) - 1 if finish is FinishReason.STOP else len(tokens)
+        last = tokens[-1].token_id if tokens and finish is FinishReason.STOP else None
+        silent = len(tokens) - 1 if last is not None and last not in self._stop_texts else len(tokens)
         parts: list[str] = []
         for index, token in enumerate(tokens[:silent]):
-            text, matched = self._stops.push(self._text.push(token.token_id))
+            text, matched = self._stops.push(self._text.push(token.token_id), counts=self._counts(index))
             parts.append(text)
             if matched is not None:
                 return "".join(parts), index + 1, matched
         if finish is not None:
-            text, matched = self._stops.push(self._text.flush())
+            rest = self._text.flush() + (self._stop_texts.get(last, "") if last is not None else "")
+            text, matched = self._stops.push(rest, counts=self._counts(len(tokens) - 1))
             parts.append(text)
             if matched is not None:
                 return "".join(parts), len(tokens), matched
             parts.append(self._stops.flush())
         return "".join(parts), len(tokens), None
+
+    def _counts(self, index: int) -> bool:
+        """Whether a stop string may end with the token of this index in the piece under way."""
+        return self._count + index >= self._min_tokens
 
     def _stamp(self, first_index: int) -> None:
         """Times by the gateway's clock, each piece as it is handed over."""

@@ -92,7 +92,8 @@ class Attempts:
         self._flight.close()
 
     def _new_flight(self) -> Flight:
-        return Flight(self._key, self._inbox(), self._job.params.max_tokens, first_index=len(self._tokens))
+        job = self._job
+        return Flight(self._key, self._inbox(), job.params.max_tokens, first_index=len(self._tokens), scores=job.scores)
 
     async def _again(self, lost: Lost) -> None:
         """Launches the next attempt, waiting for a worker where none is left. Raises where that does not help."""

@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..engine.request import SamplingParams, SequenceKey, Work
 from ..v1 import worker_pb2 as pb
 from .fleet import Fleet
 from .flight import Flight, Part
 from .generation import GenerationRequest
+from .prompt_scores import PromptScores
 from .router import MAX_HASHES, PrefixAffinity, Role, Route, WorkerLoad, choose, prefix_hashes
 from .validation import clean_traceparent
 from .wire_gateway import make_submit
@@ -27,6 +28,7 @@ class Job:
     prompt_ids: list[int]
     params: SamplingParams
     deadline: float | None  # time.monotonic()
+    scores: PromptScores = field(default_factory=lambda: PromptScores(None))
 
     def timeout_s(self) -> float | None:
         """Time left."""
@@ -98,11 +100,12 @@ class Dispatcher:
     def _submit(
         self, key: SequenceKey, job: Job, output_ids: list[int], work: Work, peer: pb.Peer | None, route: Route
     ) -> pb.Submit:
+        params = replace(job.params, prompt_logprobs=None) if job.scores.complete else job.params
         return make_submit(
             key,
             work,
             job.prompt_ids,
-            job.params,
+            params,
             output_ids=output_ids,
             peer=peer,
             start_now=route.start_now,

@@ -9,6 +9,7 @@ from ..v1 import worker_pb2 as pb
 from .answer import WorkerReport
 from .inbox import Event, Failed, Gone, Inbox, Output
 from .merge import Merger
+from .prompt_scores import PromptScores
 from .worker_session import RETRY_S, WorkerSession
 
 
@@ -41,12 +42,23 @@ class Lost(Exception):
 class Flight:
     """`launch` starts the parts; `take` gives the merged tokens; `close` drops whatever still runs."""
 
-    def __init__(self, key: SequenceKey, inbox: Inbox, max_tokens: int, *, first_index: int = 0) -> None:
-        """`first_index`: of the first token that is wanted; a replay goes on where the last attempt was."""
+    def __init__(
+        self,
+        key: SequenceKey,
+        inbox: Inbox,
+        max_tokens: int,
+        *,
+        first_index: int = 0,
+        scores: PromptScores | None = None,
+    ) -> None:
+        """`first_index`: of the first token that is wanted; a replay goes on where the last attempt was. `scores`: no
+        token comes out before they are complete."""
         self.key = key
         self.launched = False  # a part was sent, or it was tried
         self._inbox = inbox
         self._first_index = first_index
+        self._scores = scores or PromptScores(None)
+        self._held: list[Token] = []
         self._merger = Merger(max_tokens, first_index)
         self._parts: dict[int, Part] = {}
         self._error: TwostrokeError | Lost | None = None
@@ -55,7 +67,7 @@ class Flight:
     @property
     def finish(self) -> FinishReason | None:
         """Why the output ended, once `take` gave all of it."""
-        return self._merger.finish
+        return self._merger.finish if self._scores.complete else None
 
     def launch(self, part: Part, submit: pb.Submit) -> None:
         """Sends a part to its worker. Unavailable where its session is over."""
@@ -72,10 +84,12 @@ class Flight:
         """The next tokens, in order, each once; may be empty. Raises the failure that ended the attempt: Lost where
         another one may succeed."""
         if self._error is None:
-            fresh: list[Token] = []
+            fresh, self._held = self._held, []
             for event in await self._inbox.take():
                 fresh += self._apply(event)
-            if fresh or self._error is None or self._merger.finish is not None:
+            if not self._scores.complete:
+                fresh, self._held = [], fresh
+            if fresh or self._error is None or self.finish is not None:
                 return fresh
         raise self._error
 
@@ -128,20 +142,22 @@ class Flight:
             return ()
         match event:
             case Output(output=output):
-                if not part.heard:
+                if not part.heard and output.prompt_logprobs is None:
                     part.heard = True
                     if part.prefills:
                         part.session.load.prefilled(part.tokens)
                 if output.timings is not None:
                     part.timings = output.timings
                 part.finished = part.finished or output.finish is not None
+                if output.prompt_logprobs is not None:
+                    self._scores.add(output.prompt_logprobs)
                 return self._merger.accept(output.first_index, output.tokens, output.finish)
             case Failed(code=code, message=message):
                 part.lost = True
                 self._lost(part, self._failure(part, code, message))
             case Gone(reason=reason):
                 part.lost = True
-                if part.decodes:
+                if part.decodes or not self._scores.complete:
                     error = Unavailable(f"{part.session.name} is gone: {reason}", retry_after_s=RETRY_S)
                     self._lost(part, Lost(error, workers=(event.worker,)))
         return ()
@@ -149,7 +165,8 @@ class Flight:
     def _lost(self, part: Part, error: TwostrokeError | Lost) -> None:
         """A prefill worker that fails after token 0 is out, or after the decode worker spoke, ends nothing: the decode
         worker knows whether it has the KV, and says so."""
-        if self._error is None and (part.decodes or self._merger.next_index == self._first_index):
+        early = self._merger.next_index == self._first_index or not self._scores.complete
+        if self._error is None and (part.decodes or early):
             self._error = error
 
     def _failure(self, part: Part, code: pb.FailureCode.ValueType, message: str) -> TwostrokeError | Lost:

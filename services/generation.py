@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..engine.request import FinishReason
+from ..engine.request import FinishReason, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,15 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class Stopping:
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stopping: Stopping = field(default_factory=Stopping)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     request_id: str = ""
     timeout_s: float | None = None  # left until the caller's deadline, at arrival
     traceparent: str = ""
@@ -106,6 +118,7 @@ class Piece:
     text: str
     logprobs: list[tuple[tuple[int, float], ...]]
     finish: Finish | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where they were asked for
 
 
 Send: TypeAlias = Callable[[Piece], Awaitable[None]]

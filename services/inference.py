@@ -4,10 +4,13 @@ import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Coroutine
+from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc.aio
 
+from ..engine.check_controls import MAX_LISTED
+from ..engine.request import PromptLogprobs
 from ..v1 import inference_pb2 as pb
 from ..v1 import inference_pb2_grpc
 from .generation import (
@@ -127,6 +130,7 @@ def read_request(
         sampling=read_sampling(request.sampling),
         stopping=read_stopping(request.stopping),
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         request_id=request_id,
         timeout_s=timeout_s,
         traceparent=traceparent,
@@ -148,13 +152,24 @@ def read_input(source: pb.Input) -> Input | None:
 
 
 def read_sampling(sampling: pb.Sampling) -> Sampling:
-    """Absent fields take their defaults."""
+    """Absent fields take their defaults. Of lists that are too long only so much is read that it can be told."""
     default = Sampling()
     return Sampling(
         temperature=sampling.temperature if sampling.HasField("temperature") else default.temperature,
         top_k=sampling.top_k if sampling.HasField("top_k") else default.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else default.top_p,
         seed=sampling.seed if sampling.HasField("seed") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else default.min_p,
+        typical_p=sampling.typical_p if sampling.HasField("typical_p") else default.typical_p,
+        repetition_penalty=(
+            sampling.repetition_penalty if sampling.HasField("repetition_penalty") else default.repetition_penalty
+        ),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(islice(sampling.logit_bias.items(), MAX_LISTED + 1)),
+        allowed_token_ids=tuple(islice(sampling.allowed_token_ids, MAX_LISTED + 1)),
+        banned_token_ids=tuple(islice(sampling.banned_token_ids, MAX_LISTED + 1)),
+        bad_words=tuple(islice(sampling.bad_words, MAX_LISTED + 1)),
     )
 
 
@@ -165,6 +180,8 @@ def read_stopping(stopping: pb.Stopping) -> Stopping:
         strings=tuple(stopping.strings),
         token_ids=tuple(stopping.token_ids),
         ignore_eos=stopping.ignore_eos,
+        min_tokens=stopping.min_tokens,
+        include_stop=stopping.include_stop,
     )
 
 
@@ -176,7 +193,14 @@ def write_piece(piece: Piece) -> pb.GenerateResponse:
         text=piece.text,
         logprobs=[write_logprob(entries) for entries in piece.logprobs],
         finish=write_finish(piece.finish) if piece.finish is not None else None,
+        prompt_logprobs=write_prompt_logprobs(piece.prompt_logprobs) if piece.prompt_logprobs is not None else (),
     )
+
+
+def write_prompt_logprobs(told: PromptLogprobs) -> list[pb.TokenLogprob]:
+    """One entry a token of the prompt."""
+    entries = zip(told.ids, told.values, strict=True)
+    return [write_logprob(tuple(islice(entries, count))) for count in told.counts]
 
 
 def write_logprob(entries: tuple[tuple[int, float], ...]) -> pb.TokenLogprob:

@@ -6,11 +6,10 @@ that it holds is freed on the way out: its place, its parts at the workers, its 
 """
 
 import logging
-import secrets
 import time
 from itertools import count
 
-from ..engine.request import SamplingParams, SequenceKey
+from ..engine.request import SequenceKey
 from ..errors import DeadlineExceeded, TwostrokeError
 from .admission import Admission
 from .answer import Answer
@@ -20,8 +19,10 @@ from .fleet import Fleet
 from .generation import GenerationRequest, Input, Piece, Send
 from .guard import Guard
 from .inbox import Inbox
+from .parameters import complete_params
+from .prompt_scores import PromptScores
 from .served_model import ServedModel
-from .validation import check_input, check_length, output_limit, validate
+from .validation import check_input, check_length, validate
 
 logger = logging.getLogger(__name__)
 
@@ -87,29 +88,25 @@ class Lifecycle:
         """Tokens and complete parameters; refuses what can never fit."""
         prompt_ids = await self.model.prompt_ids(source)
         check_length(len(prompt_ids), self.model)
-        sampling, stopping = request.sampling, request.stopping
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            max_tokens=output_limit(len(prompt_ids), stopping.max_tokens, self.model, self.fleet.largest()),
-            stop_token_ids=stopping.token_ids,
-            ignore_eos=stopping.ignore_eos,
-            logprobs=request.logprobs,
-        )
+        params = complete_params(request, len(prompt_ids), self.model, self.fleet.largest())
+        scores = PromptScores(None if request.prompt_logprobs is None else len(prompt_ids))
         deadline = None if request.timeout_s is None else arrival + request.timeout_s
-        return Job(request, prompt_ids, params, deadline)
+        return Job(request, prompt_ids, params, deadline, scores)
 
     async def _run(self, job: Job, guard: Guard, send: Send, arrival: float) -> None:
         """From routing to the last piece."""
+        stopping = job.request.stopping
         answer = Answer(
             self.model.detokenizer(),
-            job.request.stopping.strings,
+            stopping.strings,
             prompt_tokens=len(job.prompt_ids),
             seed=job.params.seed,
             logprobs=job.params.logprobs is not None,
             arrival=arrival,
+            min_tokens=stopping.min_tokens,
+            include_stop=stopping.include_stop,
+            stop_texts=self.model.stop_texts(stopping.token_ids) if stopping.include_stop else None,
+            scores=job.scores,
         )
         attempts = self._new_attempts(job, guard)
         try:

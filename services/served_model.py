@@ -26,6 +26,9 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of plain text."""
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text, without a prompt's special tokens."""
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation; InvalidRequest where the template refuses it."""
 
@@ -86,6 +89,10 @@ class ServedModel:
         if len(ids) <= INLINE_CHARACTERS:
             return self._texts(ids)
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._texts, ids)
+
+    def stop_texts(self, ids: Sequence[int]) -> dict[int, str]:
+        """Of each token, what its text stream leaves out: the whole text of a special one, else nothing."""
+        return {token: self.tokenizer.token_text(token) if token in self.special_token_ids else "" for token in ids}
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.token_text(token) for token in ids]

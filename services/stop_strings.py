@@ -18,23 +18,27 @@ class StopStrings:
     depend on how the text was cut.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        """`strings`: none of them empty."""
+    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+        """`strings`: none of them empty. `include`: the match is sent too."""
         self._strings = tuple(strings)
+        self._include = include
         self._tables = [failure_table(string) for string in self._strings]
         self._states = [0] * len(self._strings)  # characters of each string that the text so far ends with
         self._held = ""
 
-    def push(self, text: str) -> Scan:
-        """The text that became certain. After a match, nothing more must be pushed."""
+    def push(self, text: str, *, counts: bool = True) -> Scan:
+        """The text that became certain. After a match, nothing more must be pushed.
+
+        `counts` False: strings that end within this text are no matches; one that only begins here can become one.
+        """
         if not self._strings:
             return Scan(text, None)
         for position, character in enumerate(text):
             matched = self._advance(character)
-            if matched is not None:
+            if matched is not None and counts:
                 whole = self._held + text[: position + 1]
                 self._held = ""
-                return Scan(whole[: len(whole) - len(matched)], matched)
+                return Scan(whole if self._include else whole[: len(whole) - len(matched)], matched)
         whole = self._held + text
         cut = len(whole) - max(self._states)
         self._held = whole[cut:]
@@ -54,9 +58,10 @@ class StopStrings:
                 state = table[state - 1]
             if string[state] == character:
                 state += 1
+            if state == len(string):
+                state = table[state - 1]
+                best = string if best is None or len(string) > len(best) else best
             self._states[index] = state
-            if state == len(string) and (best is None or len(string) > len(best)):
-                best = string
         return best
 
 

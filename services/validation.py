@@ -3,11 +3,10 @@
 import re
 
 from ..errors import InvalidRequest
-from .generation import ChatInput, GenerationRequest, Input, Sampling, Stopping, TextInput, TokenInput
+from .generation import ChatInput, GenerationRequest, Input, Stopping, TextInput, TokenInput
+from .sampling_checks import check_sampling
 from .served_model import ServedModel, characters
 
-MAX_TEMPERATURE = 100.0
-MAX_TOP_K = 1 << 31
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -22,10 +21,13 @@ def validate(request: GenerationRequest, model: ServedModel) -> Input:
     """Returns the input, which is there. ModelNotFound, or InvalidRequest with the field's path."""
     model.check_name(request.model)
     check_request_id(request.request_id)
-    check_sampling(request.sampling)
+    check_sampling(request.sampling, model.vocabulary_size)
     check_stopping(request.stopping, model)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {request.logprobs}; it takes 0 to {MAX_LOGPROBS}", field="logprobs")
+    top = request.prompt_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs is {top}; it takes 0 to {MAX_LOGPROBS}", field="prompt_logprobs")
     return check_input(request.input, model)
 
 
@@ -76,26 +78,16 @@ def check_messages(count: int) -> None:
         raise InvalidRequest(f"a chat has {count} messages; it takes 1 to {MAX_MESSAGES}", field="input.chat.messages")
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Finite and in range."""
-    temperature, top_p = sampling.temperature, sampling.top_p
-    if not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails every comparison
-        raise InvalidRequest(
-            f"temperature is {temperature:g}; it takes 0 to {MAX_TEMPERATURE:g}", field="sampling.temperature"
-        )
-    if not 0 < top_p <= 1:
-        raise InvalidRequest(f"top_p is {top_p:g}; it takes more than 0, up to 1", field="sampling.top_p")
-    if not 0 <= sampling.top_k < MAX_TOP_K:
-        raise InvalidRequest(f"top_k is {sampling.top_k}; it takes 0 to {MAX_TOP_K - 1}", field="sampling.top_k")
-    if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
-        raise InvalidRequest("the seed takes 64 bits", field="sampling.seed")
-
-
 def check_stopping(stopping: Stopping, model: ServedModel) -> None:
     """Few and short stop strings, known stop tokens, at least one token to generate."""
     if stopping.max_tokens is not None and not 1 <= stopping.max_tokens <= model.max_output:
         raise InvalidRequest(
             f"max_tokens is {stopping.max_tokens}; it takes 1 to {model.max_output}", field="stopping.max_tokens"
+        )
+    most = model.max_output if stopping.max_tokens is None else stopping.max_tokens
+    if not 0 <= stopping.min_tokens <= most:
+        raise InvalidRequest(
+            f"min_tokens is {stopping.min_tokens}; it takes 0 to {most}, the most tokens", field="stopping.min_tokens"
         )
     if len(stopping.strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(

@@ -11,6 +11,7 @@ from .handover import PeerAddress
 MAX_SALT_BYTES = 64
 MAX_ADDRESS = 256
 MAX_MESSAGE = 1000  # characters of a failure's text
+ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_BOTH: "both"}
 
 
 def key_of(gateway: int, message: pb.Submit | pb.Failure) -> SequenceKey:
@@ -68,7 +69,9 @@ def read_peers(peers: pb.Peers) -> list[PeerAddress]:
 
 
 def read_params(params: pb.SamplingParams) -> SamplingParams:
-    """Taken as they are."""
+    """Taken as they are; InvalidRequest where arrays contradict each other."""
+    if len(params.bias_ids) != len(params.bias_values):
+        raise InvalidRequest("bias_ids and bias_values differ in length", field="logit_bias")
     return SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -78,6 +81,17 @@ def read_params(params: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        min_p=params.min_p,
+        typical_p=params.typical_p or 1.0,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(zip(params.bias_ids, params.bias_values, strict=True)),
+        allowed_token_ids=tuple(params.allowed_ids),
+        banned_token_ids=tuple(params.banned_ids),
+        bad_words=tuple(tuple(word.ids) for word in params.bad_words),
+        min_tokens=params.min_tokens,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
 
 
@@ -110,6 +124,14 @@ def pack_step(step: int, outputs: Sequence[SequenceOutput]) -> pb.FromWorker:
     for index, output in enumerate(outputs):
         if output.timings is not None:
             packed.timings.append(pack_timings(index, output.timings))
+        if (told := output.prompt_logprobs) is not None:
+            packed.prompt_logprobs.add(
+                sequence=index,
+                first_position=told.first_position,
+                counts=told.counts,
+                ids=told.ids,
+                values=told.values,
+            )
     return message
 
 

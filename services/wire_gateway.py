@@ -2,7 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 
-from ..engine.request import FinishReason, SamplingParams, SequenceKey, SequenceOutput, SequenceTimings, Token, Work
+from ..engine.request import (
+    FinishReason,
+    PromptLogprobs,
+    SamplingParams,
+    SequenceKey,
+    SequenceOutput,
+    SequenceTimings,
+    Token,
+    Work,
+)
 from ..errors import Mismatch
 from ..v1 import worker_pb2 as pb
 
@@ -49,6 +58,18 @@ def make_params(params: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        min_p=params.min_p,
+        typical_p=params.typical_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias_ids=[token for token, _ in params.logit_bias],
+        bias_values=[value for _, value in params.logit_bias],
+        allowed_ids=params.allowed_token_ids,
+        banned_ids=params.banned_token_ids,
+        bad_words=[pb.TokenSequence(ids=word) for word in params.bad_words],
+        min_tokens=params.min_tokens,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -67,6 +88,7 @@ def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:
     if sum(counts) != len(step.token_ids):
         raise Mismatch("a step's counts do not add up to its tokens")
     timings = unpack_timings(step)
+    told = unpack_prompt_logprobs(step)
     tokens = unpack_tokens(step)
     outputs: list[SequenceOutput] = []
     start = 0
@@ -79,6 +101,7 @@ def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:
                 tokens=tokens[start:end],
                 finish=unpack_finish(finishes[index]),
                 timings=timings.get(index),
+                prompt_logprobs=told.get(index),
             )
         )
         start = end
@@ -110,6 +133,16 @@ def unpack_tokens(step: pb.Step) -> list[Token]:
         tokens.append(Token(token_id, tuple(entries[start : start + count])))
         start += count
     return tokens
+
+
+def unpack_prompt_logprobs(step: pb.Step) -> dict[int, PromptLogprobs]:
+    """By index of the sequence. Mismatch where the arrays contradict each other."""
+    told: dict[int, PromptLogprobs] = {}
+    for part in step.prompt_logprobs:
+        if not (sum(part.counts) == len(part.ids) == len(part.values)) or not all(part.counts):
+            raise Mismatch("a prompt's log-probabilities do not add up")
+        told[part.sequence] = PromptLogprobs(part.first_position, part.counts, part.ids, part.values)
+    return told
 
 
 def unpack_timings(step: pb.Step) -> dict[int, SequenceTimings]:
