@@ -31,6 +31,7 @@ class Engine:
     config: ModelConfig
     plan: KVPlan
     pool: Tensor  # [layers, pages, 2, kv_heads, page_size, head_dim]
+    runner: ModelRunner
 
 
 def build_engine(
@@ -54,8 +55,9 @@ def build_engine(
     dtype = TORCH_DTYPES[options.dtype]
     weights = load_weights(model_dir, config, dtype, options.device)
     pool = _pool(plan, dtype, options.device, allocate)
+    runner = ModelRunner(config, weights, options, pool)
     core = EngineCore(
-        ModelRunner(config, weights, options, pool),
+        runner,
         options,
         pages=plan.pages,
         context_length=config.context_length,
@@ -64,7 +66,7 @@ def build_engine(
         cache_root=_cache_root(fingerprint, plan),
         clock=clock,
     )
-    return Engine(core, config, plan, pool)
+    return Engine(core, config, plan, pool, runner)
 
 
 def _check_device(device: str) -> None:

@@ -20,7 +20,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight`: [out, in]; `bias`: [out]. The weight itself is dropped once packed."""
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
+        self.bias = bias
         packed = _pack(weight, bias)
         self._packed = packed is not None
         self._weight = weight if packed is None else packed
@@ -31,14 +31,18 @@ class Linear:
         """Whether the weight lies in oneDNN's own layout."""
         return self._packed
 
+    def weight(self) -> Tensor:
+        """[out, in], as it was given; where it is packed, a copy."""
+        return self._weight.to_dense() if self._packed else self._weight
+
     def __call__(self, x: Tensor) -> Tensor:
         """`x`: [rows, in], contiguous -> [rows, out], in x's dtype."""
         if self._packed and x.shape[0]:
-            result: Tensor = self._pointwise(x, self._weight, self._bias, "none", [], "")
+            result: Tensor = self._pointwise(x, self._weight, self.bias, "none", [], "")
             return result
         if self._packed:
             return x.new_empty(0, self.out_features)
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self.bias)
 
 
 def _pack(weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
 """The model runner: a step's rows to tensors, through the decoder and the sampler, to tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .batch import LayerHook, Row
 from .config import EngineOptions
 from .decoder import Decoder, KindInputs, StepInputs
 from .model_config import ModelConfig
-from .request import Token
+from .request import SamplingParams, SequenceKey, Token
 from .rope_scaling import frequencies
 from .sampler import Draw, sample
 from .scoring import score
@@ -24,6 +25,7 @@ class ModelRunner:
 
     def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions, pool: Tensor) -> None:
         """`pool`: [layers, pages, 2, kv_heads, page_size, head_dim], contiguous, in the options' dtype and device."""
+        self.weights = weights
         self._decoder = Decoder(config, weights, pool)
         self._pool = pool
         self._shape = PoolShape(config.kv_heads, options.page_size, config.head_dim)
@@ -61,6 +63,17 @@ class ModelRunner:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole pages of all layers: targets[i] gets the content of sources[i]."""
         self._pool[:, self._tensor(targets)] = self._pool[:, self._tensor(sources)]
+
+    @torch.inference_mode()
+    def trace(self, token_ids: Sequence[int], observe: Callable[[Tensor], None]) -> Tensor:
+        """One prompt alone, for checks: the logits of all its tokens, [tokens, vocab].
+
+        `observe`: as in `Decoder.hidden`. Writes over the first pages of the pool: only where no sequence runs.
+        """
+        pages = list(range(1, 2 + len(token_ids) // self._shape.page_size))
+        row = Row(SequenceKey(0, 0, 0, 0), list(token_ids), 0, pages, SamplingParams(), False)
+        step = replace(self._inputs([row], _spans([row])), sampled=self._tensor(range(len(token_ids))))
+        return self._decoder.head(self._decoder.hidden(step, observe=observe))
 
     def _inputs(self, rows: list[Row], spans: list[tuple[Row, Span]]) -> StepInputs:
         size = self._shape.page_size

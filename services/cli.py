@@ -7,7 +7,7 @@ import click
 
 from .. import __version__
 from ..errors import ConfigError, TwostrokeError
-from .commands import bench, chat, doctor, generate, models, serve, up
+from .commands import bench, chat, doctor, generate, models, serve, up, verify
 
 
 class _Failure(click.ClickException):
@@ -57,9 +57,9 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
-for command in (up.up, generate.generate, chat.chat, bench.bench, models.models, models.convert, doctor.doctor):
+for command in (up.up, generate.generate, chat.chat, bench.bench, models.models, models.convert, verify.verify):
     main.add_command(command)
-for command in (serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
+for command in (doctor.doctor, serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def test_the_commands() -> None:
         "bench",
         "models",
         "convert",
+        "verify",
         "doctor",
         "gateway",
         "prefill",
