@@ -77,6 +77,7 @@ class EngineCore:
         self._scheduler = Scheduler(self._roster, options)
         self._added = 0
         self._steps = 0
+        self._prefilled = 0
         self._next_deadline = float("inf")  # none is earlier
 
     def add(self, request: Request) -> None:
@@ -180,7 +181,9 @@ class EngineCore:
         if sequence is None:
             return []
         for sample in sequence.carried():
-            if sample not in firsts or not 0 <= firsts[sample][0].token_id < self._vocab_size:
+            if sample not in firsts:
+                raise InvalidRequest("the prefill worker sent no token 0", field="first")
+            if not 0 <= firsts[sample][0].token_id < self._vocab_size:
                 raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
         self._copy_last_page(sequence)
         self._roster.arrive(sequence)
@@ -242,6 +245,7 @@ class EngineCore:
         """Takes the step's KV for written and its tokens for the sequences' next ones."""
         drawn = iter(tokens)
         for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            self._prefilled += 0 if sequence.decoding else len(row.token_ids)
             sequence.computed += len(row.token_ids)
             self._roster.publish(sequence)
             if row.scoring is not None:
@@ -325,6 +329,7 @@ class EngineCore:
             waiting=roster.waiting.total(),
             waiting_tokens=roster.waiting.prompt_tokens + prompts,
             steps=self._steps,
+            prefilled_tokens=self._prefilled,
         )
 
     def state_of(self, key: SequenceKey) -> State | None:

@@ -14,3 +14,4 @@ class Load:
     waiting: int
     waiting_tokens: int  # prompt tokens still to be computed here, waiting and running sequences'
     steps: int  # since the start
+    prefilled_tokens: int = 0  # of prompts, and of output computed anew; since the start

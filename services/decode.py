@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -21,12 +22,14 @@ from ..engine.request import (
     Work,
 )
 from ..errors import HandoverExpired, InvalidRequest, TwostrokeError
-from ..kvtransfer.messages import Arrived, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
+from ..kvtransfer.messages import Arrived, FirstToken, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
 from ..kvtransfer.pool_pages import pool_bytes, verify_digests
 from ..kvtransfer.reader import Reader
-from .handover import Emit, PeerAddress, Post
+from .handover import Emit, PeerAddress, Post, Traffic
 from .known_writers import KnownWriters
 from .link_events import WriterLinks
+
+_First: TypeAlias = tuple[Token, FinishReason | None]
 
 _DIED = "the prefill worker is gone"
 
@@ -62,6 +65,7 @@ class DecodeHandover:
         """`pool_id`: as in the offer. `ticket_valid_s`: how long a writer may take, from its ticket on."""
         layers, page_size = pool.shape[0], pool.shape[4]
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
+        self.traffic = Traffic()
         self._core = core
         self._links = links
         self._bytes = pool_bytes(pool)
@@ -112,8 +116,8 @@ class DecodeHandover:
             return
         key = request.key
         if peer is None or peer.incarnation != request.writer or request.writer == 0:
-            self._core.cancel(key)
-            self._result.failures.append((key, InvalidRequest("the prefill worker is not named", field="peer")))
+            error = InvalidRequest("the prefill worker is not named", field="peer")
+            self._result.failures += [(sample, error) for sample in self._core.abandon(key)]
         else:
             self._awaited[key] = _Awaited(peer, len(request.output_ids))
             if (reason := self._writers.why_gone(peer.incarnation)) is not None:
@@ -133,7 +137,7 @@ class DecodeHandover:
         for reservation in result.reserved:
             awaited = self._awaited.get(reservation.key)
             if awaited is None:
-                self._core.cancel(reservation.key)
+                self._core.abandon(reservation.key)
             elif (reason := self._writers.why_gone(reservation.writer)) is not None:
                 self._lose(reservation.key, reason)
             elif self._writers.met(reservation.writer):
@@ -201,6 +205,7 @@ class DecodeHandover:
         ticket, instructions = self.reader.open(
             writer, reservation.key, pages, reservation.first_position, self._clock()
         )
+        self.traffic.tickets += 1
         self._core.pool.hold((writer, ticket), pages)
         self._run(instructions)
 
@@ -211,8 +216,7 @@ class DecodeHandover:
         self._run(self.reader.request_gone(key, self._clock()))
 
     def _fail(self, key: SequenceKey, reason: str) -> None:
-        self._core.cancel(key)
-        self._result.failures.append((key, HandoverExpired(reason)))
+        self._result.failures += [(sample, HandoverExpired(reason)) for sample in self._core.abandon(key)]
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
         todo = deque(instructions)
@@ -249,23 +253,22 @@ class DecodeHandover:
         awaited = self._awaited.pop(key, None) if isinstance(key, SequenceKey) else None
         if awaited is None or not isinstance(key, SequenceKey):
             return
-        first = next((token for token in arrived.first_tokens if token.sample == key.sample), None)
-        if first is None:
-            self._fail(key, "the prefill worker sent no token 0")
-            return
-        token = Token(first.token_id, first.logprobs)
-        finish = FinishReason(first.finish) if first.finish else None
+        firsts = {key._replace(sample=first.sample): _token(first) for first in arrived.first_tokens}
         if not arrived.verified:  # all is over with token 0: what lies in the pages must not become findable
-            self._core.cancel(key)
-            self._result.outputs.append(SequenceOutput(key, awaited.first_index, [token], finish, SequenceTimings()))
+            self._ended(key, awaited.first_index, firsts)
             return
         try:
-            output = self._core.kv_arrived(key, token, finish)
+            self._result.outputs += self._core.samples_arrived(key, firsts)
         except TwostrokeError as error:
             self._fail(key, error.message)
-            return
-        if output is not None:
-            self._result.outputs.append(output)
+
+    def _ended(self, key: SequenceKey, index: int, firsts: Mapping[SequenceKey, _First]) -> None:
+        for sample in self._core.abandon(key):
+            if sample in firsts:
+                token, finish = firsts[sample]
+                self._result.outputs.append(SequenceOutput(sample, index, [token], finish, SequenceTimings()))
+            else:
+                self._result.failures.append((sample, HandoverExpired("the prefill worker sent no token 0")))
 
     def _flush(self) -> None:
         """One event's messages cross to the loop at once; its outputs and failures go to the sessions."""
@@ -275,3 +278,7 @@ class DecodeHandover:
         if self._result.outputs or self._result.failures:
             result, self._result = self._result, StepResult()
             self._emit(result)
+
+
+def _token(first: FirstToken) -> _First:
+    return Token(first.token_id, first.logprobs), FinishReason(first.finish) if first.finish else None

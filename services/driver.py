@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ..engine.core import EngineCore, Load
-from ..engine.request import Request, SequenceKey, StepResult, Work
+from ..engine.request import Request, SequenceKey, StepResult, Work, sample_keys
 from ..errors import InvalidRequest, TwostrokeError
 from .calls import Calls
 from .handover import Handover, PeerAddress
@@ -64,7 +64,7 @@ class Driver:
         self._stopping = self._abandoned = False
         self._calls = Calls(loop, self.post, self._on_loop)
         self._pending = StepResult()  # what events brought about; the engine thread's, like all below
-        self._prefills: set[SequenceKey] = set()  # PREFILL sequences, which outlive their token
+        self._prefills: dict[SequenceKey, int] = {}  # samples of PREFILL sequences, which outlive their tokens
         self._next_tick = 0.0
         self._next_load = 0.0
         self._idle_check = IdleCheck(core, handover, clock, check_s=check_s, strict=strict)
@@ -85,7 +85,7 @@ class Driver:
         self.post(lambda: self._submit(request, peer))
 
     def drop(self, keys: Iterable[SequenceKey]) -> None:
-        """Gives sequences up at once, whatever they are doing; nothing comes back. Unknown ones are ignored."""
+        """Gives samples up at once, whatever they are doing; nothing comes back. Unknown ones are ignored."""
         dropped = tuple(keys)
         if dropped:
             self.post(lambda: self._drop(dropped))
@@ -205,8 +205,8 @@ class Driver:
         self.handover.tick(now)
         released = [key for key in self._prefills if self.core.state_of(key) is None]
         if released:
-            self._prefills.difference_update(released)
-            self._on_loop(self._on_released, released)
+            samples = [sample for key in released for sample in sample_keys(key, self._prefills.pop(key))]
+            self._on_loop(self._on_released, samples)
 
     def _flush(self) -> None:
         """One call to the loop for all that is pending, so that no token costs a wake-up of its own."""
@@ -218,34 +218,41 @@ class Driver:
 
     def _submit(self, request: Request, peer: PeerAddress | None) -> None:
         key = request.key
+        samples = sample_keys(key, request.samples)
         try:
             self.core.add(request)
         except InvalidRequest as error:
-            self._pending.failures.append((key, error))
+            self._pending.failures += [(sample, error) for sample in samples]
             return
         except Exception as error:
             log.exception("the engine could not take a sequence")
-            self._pending.failures.append((key, TwostrokeError(f"the engine could not take it: {error}")))
+            failure = TwostrokeError(f"the engine could not take it: {error}")
+            self._pending.failures += [(sample, failure) for sample in samples]
             return
         if request.work is Work.PREFILL:
-            self._prefills.add(key)
+            self._prefills[key] = request.samples
         try:
             self.handover.submitted(request, peer)
         except Exception as error:
             log.exception("the hand-over could not take a sequence")
-            self._drop((key,))
-            self._pending.failures.append((key, TwostrokeError(f"the hand-over could not take it: {error}")))
+            self._drop(samples)
+            failure = TwostrokeError(f"the hand-over could not take it: {error}")
+            self._pending.failures += [(sample, failure) for sample in samples]
 
-    def _drop(self, keys: tuple[SequenceKey, ...]) -> None:
+    def _drop(self, keys: Iterable[SequenceKey]) -> None:
+        """A sequence that carries other samples too goes on for these."""
         for key in keys:
             try:
+                carrier = self.core.carrier(key) or key
                 self.core.cancel(key)
-                self._forget(key)
+                for ended in {key, carrier}:
+                    if self.core.state_of(ended) is None:
+                        self._forget(ended)
             except Exception:  # a fault of ours; the others must not stay because of it
                 log.exception("a sequence could not be dropped")
 
     def _forget(self, key: SequenceKey) -> None:
-        self._prefills.discard(key)
+        self._prefills.pop(key, None)
         self.handover.gone(key)
 
     def _check_when_idle(self) -> None:

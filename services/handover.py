@@ -22,6 +22,14 @@ class PeerAddress:
     incarnation: int
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What was handed over since the start; the engine's thread counts, any may read."""
+
+    tickets: int = 0  # given (decode) or served (prefill)
+    pages: int = 0  # pushed, all layers of a page counted as one
+
+
 class Handover(Protocol):
     """All methods run on the engine's thread and none blocks; none raises for what a peer or a gateway did.
 
@@ -30,11 +38,15 @@ class Handover(Protocol):
     them) go to the sessions; `gone(key)` for each key that was cancelled, expired, failed or finished, after the engine
     dropped it. `gone` is idempotent and takes unknown keys, so the driver need not know what a key was. A PREFILL
     sequence is not gone with its token 0, whether or not that finished it: its pages are needed until `Handover`
-    itself calls `core.release`; the driver calls `gone` for it only when it is cancelled, expires or fails.
+    itself calls `core.release`; the driver calls `gone` for it only when it is cancelled, expires or fails. Several
+    samples of a prompt are one sequence here, named by the first, and gone once none of them is wanted.
     """
 
     hook: LayerHook | None
     """Handed to `core.step`."""
+
+    traffic: Traffic
+    """See there."""
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Called once by `Driver.__init__`, before the thread starts.
@@ -70,6 +82,9 @@ class NoHandover:
     """For role `both`: whole requests only."""
 
     hook: LayerHook | None = None
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Nothing happens outside of a step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.batch import LayerHook
 from ..engine.core import EngineCore
-from ..engine.request import ChunkProgress, Request, SequenceKey, SequenceOutput, StepResult, Work
+from ..engine.request import ChunkProgress, Request, SequenceKey, SequenceOutput, StepResult, Work, sample_keys
 from ..errors import InvalidRequest, TwostrokeError
 from ..kvtransfer.messages import (
     ClosePool,
@@ -27,7 +27,7 @@ from ..kvtransfer.messages import (
 from ..kvtransfer.peer_pools import PeerPools
 from ..kvtransfer.transport import Transport
 from ..kvtransfer.writer import Writer
-from .handover import Emit, PeerAddress, Post
+from .handover import Emit, PeerAddress, Post, Traffic
 from .link_events import ReaderLinks
 from .wire_link import PoolOffer
 
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 class _Prefill:
     """A PREFILL sequence, from its submission until the engine lets it go."""
 
+    samples: int
     first: tuple[FirstToken, ...] = ()  # once sampled; kept over a preemption, which does not sample again
 
 
@@ -69,6 +70,7 @@ class PrefillHandover:
         """`pool`: the engine's, from which pages are pushed."""
         self.writer = Writer(layers=pool.shape[0], page_size=pool.shape[4])
         self.hook: LayerHook | None = self._hook
+        self.traffic = Traffic()
         self._core = core
         self._links = links
         self._pools = PeerPools(pool)
@@ -124,10 +126,10 @@ class PrefillHandover:
         if request.work is not Work.PREFILL:
             return
         if peer is None or peer.incarnation == 0:
-            self._core.cancel(request.key)
-            self._result.failures.append((request.key, InvalidRequest("the decode worker is not named", field="peer")))
+            error = InvalidRequest("the decode worker is not named", field="peer")
+            self._result.failures += [(key, error) for key in self._core.abandon(request.key)]
         else:
-            self._prefills[request.key] = _Prefill()
+            self._prefills[request.key] = _Prefill(request.samples)
             self._run(self.writer.expect(request.key, peer.incarnation))
         self._flush()
 
@@ -146,9 +148,10 @@ class PrefillHandover:
         for key in result.preempted:
             if key in self._prefills:
                 self._run(self.writer.restarted(key))
-        for output in result.outputs:
-            if (prefill := self._prefills.get(output.key)) is not None and output.tokens:
-                prefill.first = (_first_token(output),)
+        told = {output.key: output for output in result.outputs if output.tokens}
+        for key in told:
+            if (prefill := self._prefills.get(key)) is not None:
+                prefill.first = tuple(_first_token(told[sample]) for sample in sample_keys(key, prefill.samples))
         dropped = {key for key, _ in result.failures}
         failed, self._failed = self._failed, {}
         for key in failed.keys() - dropped:
@@ -197,9 +200,10 @@ class PrefillHandover:
         self._flush_messages()
 
     def _fail(self, key: SequenceKey, error: Exception) -> None:
-        self._core.cancel(key)
+        samples = self._core.abandon(key)
         if self._prefills.pop(key, None) is not None:
-            self._result.failures.append((key, TwostrokeError(f"the KV could not be pushed: {error}")))
+            failure = TwostrokeError(f"the KV could not be pushed: {error}")
+            self._result.failures += [(sample, failure) for sample in samples]
             self._run(self.writer.request_gone(key))
 
     def _done(self, key: SequenceKey) -> None:
@@ -232,10 +236,12 @@ class PrefillHandover:
         while todo:
             match todo.popleft():
                 case Copy() as copy:
+                    self.traffic.pages += 0 if copy.layer else len(copy.src)
                     todo.extend(self.writer.copied(copy.copy, self._pools.push(copy)))
                 case Send(peer=peer, message=message):
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Ticketed(key=SequenceKey() as key):
+                    self.traffic.tickets += 1
                     self._engine(lambda key=key: self._core.ticketed(key))  # type: ignore[misc]
                 case Release(key=SequenceKey() as key):
                     self._engine(lambda key=key: self._release(key))  # type: ignore[misc]

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ..engine.request import Request, SequenceKey, SequenceOutput, Work
+from ..engine.request import Request, SequenceKey, SequenceOutput, Work, sample_keys
+from ..engine.validate import MAX_SAMPLES
 from ..errors import InvalidRequest, Overloaded, TwostrokeError
 from ..v1 import worker_pb2 as pb
 from . import wire
@@ -146,27 +147,31 @@ class Session:
 
     def _submit(self, submit: pb.Submit) -> None:
         key = wire.key_of(self.gateway.incarnation, submit)
+        samples = sample_keys(key, min(max(1, submit.samples), MAX_SAMPLES))
         try:
             request, peer = wire.read_submit(self.gateway.incarnation, submit, self._owner.clock())
-            if key in self._live.get(key.request, ()):
+            if not self._live.get(key.request, {}).keys().isdisjoint(samples):
                 raise InvalidRequest("this request, sample and attempt is running already", field="request")
-            self._owner.admit(request.work, self._count)
+            self._owner.admit(request.work, self._count + len(samples) - 1)
         except TwostrokeError as error:
-            self._send(wire.pack_failure(key, error))
+            for sample in samples:
+                self._send(wire.pack_failure(sample, error))
             return
         log.debug(
             "%s: %s, %d tokens, traceparent %s", key, request.work.name, len(request.prompt_ids), submit.traceparent
         )
-        self._live.setdefault(key.request, {})[key] = request.work
-        self._count += 1
+        self._live.setdefault(key.request, {}).update(dict.fromkeys(samples, request.work))
+        self._count += len(samples)
         self._owner.submit(request, peer)
 
     def _cancel(self, cancel: pb.Cancel) -> None:
         dropped: list[SequenceKey] = []
         for index, number in enumerate(cancel.requests):
             up_to = cancel.attempts[index] if index < len(cancel.attempts) else None  # None: all of them
-            keys = self._live.get(number, ())
-            dropped += [key for key in keys if up_to is None or key.attempt <= up_to]
+            sample = cancel.samples[index] if index < len(cancel.samples) else None
+            for key in self._live.get(number, ()):
+                if (up_to is None or key.attempt <= up_to) and sample in (None, key.sample):
+                    dropped.append(key)
         self._owner.drop(dropped)
         for key in dropped:
             self._forget(key)

@@ -106,6 +106,9 @@ class Sessions:
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
             steps=self._engine.steps,
+            prefilled_tokens=load.prefilled_tokens,
+            pushed_pages=self._engine.handover.traffic.pages,
+            tickets=self._engine.handover.traffic.tickets,
             draining=self.draining,
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..engine import request as engine
 from ..engine.request import Request, SamplingParams, SequenceKey, SequenceOutput, Work
+from ..engine.validate import MAX_SAMPLES
 from ..errors import DeadlineExceeded, HandoverExpired, InvalidRequest, TwostrokeError, Unavailable
 from ..v1 import worker_pb2 as pb
 from .handover import PeerAddress
@@ -38,6 +39,9 @@ def read_submit(gateway: int, submit: pb.Submit, now: float) -> tuple[Request, P
         raise InvalidRequest(
             f"cache_salt has {len(submit.cache_salt)} bytes, over {MAX_SALT_BYTES}", field="cache_salt"
         )
+    samples = submit.samples or 1
+    if samples > MAX_SAMPLES or submit.sample + samples > 1 << 32:
+        raise InvalidRequest(f"{samples} samples from {submit.sample} on, at most {MAX_SAMPLES}", field="samples")
     peer = None if work is Work.ALL else read_peer(submit.peer)
     request = Request(
         key=key_of(gateway, submit),
@@ -50,6 +54,7 @@ def read_submit(gateway: int, submit: pb.Submit, now: float) -> tuple[Request, P
         cache_salt=submit.cache_salt,
         start_now=submit.start_now,
         writer=peer.incarnation if peer is not None and work is Work.DECODE else 0,
+        samples=samples,
     )
     return request, peer
 

@@ -23,13 +23,17 @@ def make_submit(
     params: SamplingParams,
     *,
     output_ids: Sequence[int] = (),
+    samples: int = 1,
     peer: pb.Peer | None = None,
     start_now: bool = False,
     timeout_s: float | None = None,
     cache_salt: bytes = b"",
     traceparent: str = "",
 ) -> pb.Submit:
-    """A sequence for a worker; `peer` is the other worker of a PREFILL or DECODE, `timeout_s` the time left."""
+    """A sequence for a worker, or `samples` of them, `key` being the first one's.
+
+    `peer` is the other worker of a PREFILL or DECODE, `timeout_s` the time left.
+    """
     return pb.Submit(
         request=key.request,
         sample=key.sample,
@@ -44,6 +48,7 @@ def make_submit(
         timeout_ms=0 if timeout_s is None else max(1, round(timeout_s * 1000)),
         cache_salt=cache_salt,
         traceparent=traceparent,
+        samples=samples if samples > 1 else 0,
     )
 
 
@@ -74,9 +79,13 @@ def make_params(params: SamplingParams) -> pb.SamplingParams:
 
 
 def make_cancel(keys: Iterable[SequenceKey]) -> pb.Cancel:
-    """Drops these attempts and the ones before."""
+    """Drops these attempts of these samples, and the ones before."""
     listed = list(keys)
-    return pb.Cancel(requests=[key.request for key in listed], attempts=[key.attempt for key in listed])
+    return pb.Cancel(
+        requests=[key.request for key in listed],
+        attempts=[key.attempt for key in listed],
+        samples=[key.sample for key in listed],
+    )
 
 
 def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:

@@ -45,17 +45,19 @@ LAYERS, PAGE, VOCAB = 3, 4, 997
 GATEWAY = 77
 
 
-def next_token(context: Sequence[int]) -> int:
-    """The "model": a hash of all tokens so far."""
-    content = b"".join(token.to_bytes(4, "little") for token in context)
+def next_token(context: Sequence[int], sample: int = 0) -> int:
+    """The "model": a hash of all tokens so far; each sample has its own noise."""
+    content = b"".join(token.to_bytes(4, "little") for token in context) + bytes([sample] if sample else [])
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") % VOCAB
 
 
-def expected_tokens(prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset(), sample: int = 0
+) -> list[int]:
     """What a sequence must answer."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, sample))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -83,10 +85,14 @@ class TensorRunner:
             error, self.fail_with = self.fail_with, None
             raise error
         self.tokens_run += sum(len(row.token_ids) for row in rows)
-        return [self._sample(row) for row in rows if row.sample]
+        samples = [(row, row.key.sample + index) for row in rows if row.sample for index in range(row.samples)]
+        return [self._sample(row, sample) for row, sample in samples]
 
-    def _sample(self, row: Row) -> Token:
-        token = next_token(self.read(row.pages, row.start + len(row.token_ids)))
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.pool[:, torch.tensor(targets)] = self.pool[:, torch.tensor(sources)]
+
+    def _sample(self, row: Row, sample: int) -> Token:
+        token = next_token(self.read(row.pages, row.start + len(row.token_ids)), sample)
         return Token(token, () if row.params.logprobs is None else ((token, -0.5), (1, -2.0)))
 
     def _write(self, layer: int, row: Row) -> None:
@@ -308,14 +314,21 @@ class Rig:
         self._number = 0
 
     def requests(
-        self, prompt: list[int], count: int, *, start_now: bool = True, output_ids: Sequence[int] = (), **params: Any
+        self,
+        prompt: list[int],
+        count: int,
+        *,
+        start_now: bool = True,
+        output_ids: Sequence[int] = (),
+        samples: int = 1,
+        **params: Any,
     ) -> tuple[Request, Request]:
         """The two halves of a new request."""
         self._number += 1
         key = SequenceKey(GATEWAY, self._number, 0, 0)
         sampling = SamplingParams(temperature=0.0, max_tokens=count, **params)
         writer = self.p.identity.incarnation
-        common: dict[str, Any] = {"key": key, "params": sampling, "arrival": time.monotonic()}
+        common: dict[str, Any] = {"key": key, "params": sampling, "arrival": time.monotonic(), "samples": samples}
         prompts: dict[str, Any] = {"prompt_ids": list(prompt), "output_ids": list(output_ids)}
         prefill = Request(work=Work.PREFILL, start_now=start_now, **common, **prompts)
         return prefill, Request(work=Work.DECODE, writer=writer, **common, **prompts)

@@ -62,6 +62,7 @@ class ScriptedCore:
 
     def cancel(self, key: SequenceKey) -> bool:
         self.calls.append(("cancel", key))
+        self.states.pop(key, None)
         return True
 
     def has_work(self) -> bool:
@@ -81,6 +82,9 @@ class ScriptedCore:
     def expire(self, now: float) -> list[tuple[SequenceKey, Exception]]:
         expired, self.expired = self.expired, []
         return expired
+
+    def carrier(self, key: SequenceKey) -> SequenceKey | None:
+        return key
 
     def state_of(self, key: SequenceKey) -> State | None:
         return self.states.get(key)

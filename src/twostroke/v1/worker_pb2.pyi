@@ -891,7 +891,7 @@ class Status(_message.Message):
     pushed_pages: _builtins.int
     """/ Pages that it pushed to decode workers since its start, all layers of a page counted as one."""
     tickets: _builtins.int
-    """/ Tickets that it gave (decode) or completed (prefill) since its start."""
+    """/ Tickets that it gave (decode) or served (prefill) since its start."""
     def __init__(
         self,
         *,
