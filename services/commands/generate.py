@@ -11,13 +11,13 @@ import click
 
 from ...errors import ConfigError
 from ..options import address_argument
+from ..sampling_flags import read_sampling_flags, read_stopping_flags, sampling_flags
 
 if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
     from ..client import Client, Measured
 
 MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
-COUNT = click.IntRange(0, 2**32 - 1)
 
 
 @click.command()
@@ -38,28 +38,18 @@ COUNT = click.IntRange(0, 2**32 - 1)
 @click.option(
     "--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to generate  [default: the model's context]"
 )
-@click.option("--temperature", type=float, metavar="X", help="0 is greedy  [default: 1]")
-@click.option(
-    "--top-k", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Keep the N likeliest tokens; 0: all  [default: 0]"
-)
-@click.option("--top-p", type=float, metavar="X", help="Keep the likeliest tokens that add up to X  [default: 1]")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Same seed, same noise  [default: drawn, and told]"
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
-@click.option(
-    "--stop-token",
-    multiple=True,
-    type=click.IntRange(0, 2**32 - 1),
-    metavar="ID",
-    help="Stop after this token; may be repeated.",
-)
-@click.option("--ignore-eos", is_flag=True, help="Go on past the model's own end.")
+@sampling_flags
 @click.option(
     "--logprobs",
     type=click.IntRange(0, 20),
     metavar="N",
     help="With --json: log-probabilities of each token and of the top N.",
+)
+@click.option(
+    "--prompt-logprobs",
+    type=click.IntRange(0, 20),
+    metavar="N",
+    help="With --json: log-probabilities of the prompt's tokens and of the top N.",
 )
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.001), metavar="SECONDS", help="Deadline of the call.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a message, the last with the timings.")
@@ -75,7 +65,7 @@ def generate(words: tuple[str, ...], as_json: bool, timeout_s: float | None, **o
     The answer goes to stdout, the timings to stderr.
     """
     prompt = _prompt(options["prompt"], words)
-    for name in ("model", "system", "stop"):
+    for name in ("model", "system", "stop", "bad_word"):
         unicode_text(name, "".join(options[name] or ()))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what a terminal's encoding lacks
@@ -136,7 +126,9 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
     """The request that the options describe; what was not given stays absent, for the gateway to fill in."""
     from ...v1 import inference_pb2 as pb
 
-    request = pb.GenerateRequest(model=options["model"], logprobs=options["logprobs"])
+    request = pb.GenerateRequest(
+        model=options["model"], logprobs=options["logprobs"], prompt_logprobs=options["prompt_logprobs"]
+    )
     if chat:
         if options["system"] is not None:
             request.input.chat.messages.add(role="system", content=options["system"])
@@ -147,16 +139,8 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
         )
     else:
         request.input.text = prompt
-    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "seed")}
-    request.sampling.CopyFrom(pb.Sampling(**sampling))
-    request.stopping.CopyFrom(
-        pb.Stopping(
-            max_tokens=options["max_tokens"],
-            strings=options["stop"],
-            token_ids=options["stop_token"],
-            ignore_eos=options["ignore_eos"],
-        )
-    )
+    request.sampling.CopyFrom(read_sampling_flags(options))
+    request.stopping.CopyFrom(read_stopping_flags(options))
     return request
 
 
