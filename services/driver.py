@@ -14,6 +14,7 @@ from ..errors import InvalidRequest, TwostrokeError
 from .calls import Calls
 from .handover import Handover, PeerAddress
 from .idle_check import CHECK_S, IdleCheck
+from .step_faults import StepFaults
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Driver:
         self._prefills: dict[SequenceKey, int] = {}  # samples of PREFILL sequences, which outlive their tokens
         self._next_tick = 0.0
         self._next_load = 0.0
+        self._faults = StepFaults()
         self._idle_check = IdleCheck(core, handover, clock, check_s=check_s, strict=strict)
         handover.attach(self.post, self.emit)
 
@@ -180,6 +182,7 @@ class Driver:
     def _step(self) -> bool:
         """One step. False: it could do nothing, and could not until something happens."""
         result = self.core.step(self.handover.hook)
+        self._faults.note(result)
         self.steps += 1
         self._idle_check.touch()
         result.outputs.extend(self.handover.stepped(result))

@@ -244,6 +244,16 @@ async def test_a_step_that_raises_ends_the_thread(bench: Bench, caplog: pytest.L
     await bench.driver.stop()
 
 
+async def test_a_runner_that_fails_every_step_ends_the_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    failed = [StepResult(failures=[(key(n), RuntimeError("device lost"))], progress=True) for n in range(100)]
+    bench.driver.post(lambda: bench.core.steps.extend(failed))
+    async with asyncio.timeout(10):
+        await bench.driver.ended.wait()
+    assert "device lost" in str(bench.driver.failure)
+    assert len(bench.core.steps) > 50
+    assert caplog.text.count("a step failed") < 50
+
+
 async def test_submit(bench: Bench) -> None:
     peer = PeerAddress("127.0.0.1:1", 99)
     bench.driver.submit(request(1, Work.PREFILL), peer)
