@@ -47,6 +47,7 @@ _GEMMA_SIZES = {
     "sliding_window": 4096,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
+    "bos_token_id": 2,
 }
 _GEMMA2 = Architecture(
     post_norms=True,

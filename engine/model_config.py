@@ -120,13 +120,14 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _fields(config: Mapping[str, Any], family: Architecture) -> Fields:
-    """The fields with the family's defaults behind them; those of a part go before those of the whole."""
+    """The fields, the family's defaults behind them. Those of a part go before the whole's, but for special tokens."""
     if not family.part:
         return Fields({**family.defaults, **config})
     part = Fields(config).below(family.part)
     if part is None:
         raise ConfigError(f"config.json lacks {family.part}", field="model")
-    return Fields({**family.defaults, **config, **config[family.part]}, f"{family.part}.")
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
+    return Fields({**family.defaults, **config, **config[family.part], **tokens}, f"{family.part}.")
 
 
 def _refuse_unsupported(fields: Fields, family: Architecture) -> None:

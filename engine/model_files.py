@@ -88,8 +88,10 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
         kept["rope_theta"] = base
     if "rope_theta" in kept:
         kept["rope_theta"] = float(kept["rope_theta"])
-    if rope.get("rope_type", "default") != "default":
-        kept["rope"] = rope
+    old = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old)
+    if rope or kind != "default":
+        kept["rope"] = {**rope, "rope_type": kind}
     return kept
 
 

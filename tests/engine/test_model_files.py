@@ -99,6 +99,23 @@ def test_fingerprint_follows_the_model(model: Path, tiny: ModuleType, tmp_path: 
     assert len(seen) == 2 + len(changes) + 4
 
 
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"rope_parameters": None, "rope_scaling": {"type": "default"}}, True),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}, False),
+    ],
+)
+def test_fingerprint_follows_the_rotation_in_every_spelling(model: Path, change: dict[str, object], same: bool) -> None:
+    before = fingerprint(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **change}))
+    assert (fingerprint(model) == before) is same
+
+
 def test_fingerprint_of_the_embedded_model(smollm2_dir: Path) -> None:
     """Pinned: another value on some machine, or after a change of the conversion, would refuse every peer."""
     assert fingerprint(smollm2_dir) == "a2323ca3fb9e20355536f62b79cec1b218c34b18fc1f15212ea328c521d3fce4"

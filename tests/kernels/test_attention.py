@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twostroke.kernels import attention
-from twostroke.kernels.attention import paged_attention
+from twostroke.kernels.attention import PLAIN, Scores, paged_attention
 from twostroke.kernels.attention_plan import PoolShape, Span, plan_attention
 from twostroke.kernels.scratch import Scratch
 from twostroke.kernels.tolerances import TOLERANCES
@@ -19,9 +19,18 @@ class Case:
     """A poisoned pool with some sequences in it, and the queries of their last tokens."""
 
     def __init__(
-        self, sequences: list[tuple[int, int]], *, group: int, shape: PoolShape, dtype: torch.dtype, seed: int = 0
+        self,
+        sequences: list[tuple[int, int]],
+        *,
+        group: int,
+        shape: PoolShape,
+        dtype: torch.dtype,
+        seed: int = 0,
+        window: int = 0,
+        scores: Scores = PLAIN,
     ) -> None:
         """`sequences`: (start, count) each."""
+        self.window, self.scores = window, scores
         generator = torch.Generator().manual_seed(seed)
         self.shape, self.group, self.dtype = shape, group, dtype
         size = shape.page_size
@@ -45,18 +54,22 @@ class Case:
 
     def run(self) -> torch.Tensor:
         slabs = self.pool.view(-1, self.shape.page_size * self.shape.head_dim)
-        return paged_attention(self.queries, slabs, plan_attention(self.spans, self.shape), Scratch())
+        plan = plan_attention(self.spans, self.shape, window=self.window)
+        return paged_attention(self.queries, slabs, plan, Scratch(), self.scores)
 
     def expected(self) -> torch.Tensor:
         rows = []
+        scale, cap = self.scores.scale or 1 / math.sqrt(self.shape.head_dim), self.scores.cap
         for span, kv in zip(self.spans, self.kv, strict=True):
             for i in range(span.count):
                 query = self.queries[span.first + i].double().view(-1, self.shape.head_dim)
-                k, v = kv[:, :, : span.start + i + 1].double()
+                end = span.start + i + 1
+                k, v = kv[:, :, max(0, end - self.window) if self.window else 0 : end].double()
                 heads = []
                 for h, q in enumerate(query):
-                    p = (k[h // self.group] @ q / math.sqrt(self.shape.head_dim)).softmax(0)
-                    heads.append(p @ v[h // self.group])
+                    s = k[h // self.group] @ q * scale
+                    s = cap * (s / cap).tanh() if cap else s
+                    heads.append(s.softmax(0) @ v[h // self.group])
                 rows.append(torch.cat(heads))
         return torch.stack(rows)
 
@@ -84,14 +97,48 @@ def test_page_sizes(page_size):
     Case(sequences, group=2, shape=shape, dtype=torch.float32).check()
 
 
-@pytest.mark.parametrize("seed", range(12))
+MIXED = [(200, 1), (127, 1), (40, 1), (33, 1), (32, 1), (31, 1), (5, 1), (0, 1), (0, 129), (63, 2), (64, 64), (30, 9)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 32, 33, 64, 150, 1000])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_windows(window, page_size):
+    Case(MIXED, group=2, shape=PoolShape(2, page_size, 64), dtype=torch.float32, window=window).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("scores", [Scores(0.06), Scores(None, 2.0), Scores(0.05, 50.0)])
+def test_scales_and_soft_caps(scores, window, dtype):
+    shape = PoolShape(3, 16, 80)
+    Case(MIXED, group=3, shape=shape, dtype=dtype, window=window, scores=scores).check()
+
+
+def test_pages_before_the_window_are_not_read():
+    shape = PoolShape(2, 16, 64)
+    case = Case([(100, 1), (90, 1), (64, 20)], group=2, shape=shape, dtype=torch.float32, window=20)
+    expected = case.run()
+    for span in case.spans:
+        gone = max(0, span.start + 1 - 20) // 16
+        case.pool[span.pages[:gone]] = NAN
+    assert torch.equal(case.run(), expected)
+    case.check()
+
+
+@pytest.mark.parametrize("seed", range(24))
 def test_generated_steps(seed):
     draw = random.Random(seed)
+    variation = {}
+    if seed >= 12:
+        variation["window"] = draw.choice([1, 8, 16, 31, 70])
+        variation["scores"] = draw.choice([PLAIN, Scores(0.06), Scores(0.1, 5.0)])
     shape = PoolShape(draw.choice([1, 2, 3]), draw.choice([16, 32]), draw.choice([64, 80]))
     single = sorted(((draw.randrange(150), 1) for _ in range(draw.randrange(9))), reverse=draw.random() < 0.7)
     chunks = [(draw.choice([0, 16, draw.randrange(100)]), draw.randrange(2, 90)) for _ in range(draw.randrange(1, 4))]
     sequences = single + chunks if draw.random() < 0.7 else chunks + single
-    Case(sequences, group=draw.choice([1, 4, 7]), shape=shape, dtype=draw.choice(DTYPES), seed=seed).check()
+    Case(
+        sequences, group=draw.choice([1, 4, 7]), shape=shape, dtype=draw.choice(DTYPES), seed=seed, **variation
+    ).check()
 
 
 def test_a_sequence_alone_equals_the_same_among_others():
@@ -109,6 +156,7 @@ def test_a_sequence_alone_equals_the_same_among_others():
 def test_long_chunks_are_cut_to_bounded_blocks(monkeypatch):
     monkeypatch.setattr(attention, "MAX_SCORES", 600)
     Case([(37, 40), (0, 11)], group=2, shape=PoolShape(2, 16, 64), dtype=torch.float32).check()
+    Case([(37, 40), (0, 11)], group=2, shape=PoolShape(2, 16, 64), dtype=torch.float32, window=13).check()
     monkeypatch.setattr(attention, "MAX_SCORES", 1)
     Case([(3, 9)], group=2, shape=PoolShape(2, 16, 64), dtype=torch.float32).check()
 

@@ -57,3 +57,26 @@ def test_a_group_is_padded_with_the_sink_and_masked():
 def test_a_short_block_table_is_refused():
     with pytest.raises(ValueError, match="1 pages for 17 positions"):
         plan_attention([Span(0, 1, 16, [3])], SHAPE)
+
+
+def test_a_window_leaves_out_the_pages_before_it():
+    spans = [Span(0, 1, 70, [9, 8, 7, 6, 5]), Span(1, 10, 40, [1, 2, 3, 4]), Span(11, 1, 10, [20])]
+    plan = plan_attention(spans, SHAPE, window=20)
+    first, last = plan.groups
+    # Position 70 sees 51 .. 70: slots 3 .. 22 of the pages from the fourth on.
+    assert (first.low, first.length, first.slabs.tolist()[:2]) == (3, 23, [6 * 4, 5 * 4])
+    assert (last.low, last.length) == (0, 11)
+    # Position 40 sees 21 and more: in the second page.
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.window, chunk.slabs.tolist()[:3]) == (24, 20, [2 * 4, 3 * 4, 4 * 4])
+    assert plan_attention(spans, SHAPE, window=71).groups[0].low == 0
+
+
+def test_a_window_is_masked_in_a_group():
+    (group,) = plan_attention([Span(0, 1, 40, [1, 2, 3]), Span(1, 1, 37, [4, 5, 6])], SHAPE, window=10).groups
+    assert group.length == 32  # both from their second page on
+    assert group.mask is not None
+    seen = [row.nonzero().flatten().tolist() for row in (group.mask[:, 0] == 0)]
+    assert seen == [list(range(15, 25))] * 2 + [list(range(12, 22))] * 2
+    assert group.beyond is not None
+    assert group.beyond[:7].tolist() == list(range(25, 32))

@@ -42,3 +42,21 @@ def test_scores_depend_on_the_distance_alone():
 
     assert score(5, 3) == pytest.approx(score(1005, 1003), abs=1e-3)
     assert score(5, 3) != pytest.approx(score(5, 4), abs=1e-2)
+
+
+def test_a_part_of_a_head_is_rotated_and_the_rest_is_left():
+    block = torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(1))
+    whole, before = block[..., :64].clone(), block.clone()
+    angles = rope_angles(torch.tensor([0, 5, 900]), rope_frequencies(10_000.0, 64))
+    rotate_(block[..., :64], *angles)
+    rotate_(whole, *angles)
+    assert torch.equal(block[..., :64], whole)
+    assert torch.equal(block[..., 64:], before[..., 64:])
+
+
+def test_angles_are_scaled():
+    positions, frequencies = torch.tensor([0, 7]), rope_frequencies(10_000.0, 8)
+    cos, sin = rope_angles(positions, frequencies)
+    scaled_cos, scaled_sin = rope_angles(positions, frequencies, 1.25)
+    torch.testing.assert_close(scaled_cos, cos * 1.25)
+    torch.testing.assert_close(scaled_sin, sin * 1.25)
