@@ -36,6 +36,7 @@ def read_entry(read_line: Callable[[bool], str | None]) -> Entry | None:
     message that is too long.
     """
     while (line := read_line(False)) is not None:
+        _grown(0, line)
         if line.lstrip().startswith(QUOTES):
             text = _quoted(line.lstrip().removeprefix(QUOTES), read_line)
             if text.strip():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from .load_statistics import Sample
@@ -89,23 +90,21 @@ def table(tally: Tally) -> Table:
 
 
 def sweep_table(results: Sequence[Result]) -> Table:
-    """A row for each run of a sweep, times in milliseconds as p50 / p99."""
-    columns = ["concurrency", "ok", "errors", "req/s", "tok/s in", "tok/s out", "cached"]
-    shown = Table(*columns, "TTFT", "gap01", "ITL", "TPOT", "end to end")
+    """A row for each run of a sweep, narrow enough for any terminal; milliseconds, p50/p99. `*`: incomplete."""
+    columns = ("at once", "ok", "failed", "req/s", "tok/s out", "cached", "TTFT", "gap01", "ITL")
+    shown = Table(*columns, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in shown.columns:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for result in results:
         tally = result.tally
-        times = (tally.ttft, tally.gap01, tally.itl, tally.tpot, tally.end_to_end)
         shown.add_row(
-            str(result.point["concurrency"]) + ("" if tally.complete else " (incomplete)"),
+            str(result.point["concurrency"]) + ("" if tally.complete else "*"),
             str(tally.succeeded),
             str(tally.failed),
             f"{tally.a_second(tally.succeeded):.2f}",
-            f"{tally.a_second(tally.input_tokens):.0f}",
             f"{tally.a_second(tally.output_tokens):.1f}",
             f"{tally.cached_share:.0%}",
-            *(f"{ms(sample.percentile(50))} / {ms(sample.percentile(99))}" for sample in times),
+            *(f"{ms(each.percentile(50))}/{ms(each.percentile(99))}" for each in (tally.ttft, tally.gap01, tally.itl)),
         )
     return shown
 

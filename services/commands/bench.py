@@ -18,7 +18,6 @@ from ..options import address_argument
 if TYPE_CHECKING:
     from ..load_bench import BenchPlan
 
-PIPED_WIDTH = 160  # characters: a sweep's table is wide
 _LINES = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _SECONDS = click.FloatRange(0.001, 1e7)
 
@@ -117,10 +116,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         try:
-            console = Console(stderr=tables_to_stderr)
-            if not console.is_terminal:
-                console = Console(stderr=tables_to_stderr, width=PIPED_WIDTH)
-            work = Bench(plan, console, json_file, per_request)
+            work = Bench(plan, Console(stderr=tables_to_stderr), json_file, per_request)
             context.exit(runner.run(work.run()))
         except KeyboardInterrupt:  # the second one
             context.exit(130)

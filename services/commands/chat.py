@@ -2,18 +2,20 @@
 
 import asyncio
 import io
+import signal
 import sys
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import InvalidRequest, TwostrokeError
 from ..options import address_argument
-from .generate import printable
+from .generate import printable, unicode_text
 
 if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
-    from ..chat import Chat
+    from ..chat import Answered, Chat
     from ..chat_input import Entry
 
 INTERRUPTED = 130
@@ -70,6 +72,8 @@ def chat(context: click.Context, /, **options: Any) -> None:
     Ctrl-C stops an answer, Ctrl-D or /exit ends the chat, /help tells the rest. Through a pipe each line is a message;
     answers go to stdout, timings to stderr, and the first error ends it with exit code 1.
     """
+    for name in ("model", "system", "stop"):
+        unicode_text(name, "".join(options[name] or ()))
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what is no text must not end the chat
@@ -143,7 +147,7 @@ class Terminal:
                 code = self._obey(entry)
                 if code is not None:
                     return code
-            except KeyboardInterrupt:  # while typing, or between two things
+            except (KeyboardInterrupt, asyncio.CancelledError):  # while typing, or between two things
                 if not self._person:
                     return INTERRUPTED
                 self._newline()
@@ -193,7 +197,7 @@ class Terminal:
         return None
 
     def _ask(self, text: str) -> int | None:
-        answered = self._runner.run(self._chat.ask(text, self._show))
+        answered = self._runner.run(_stoppable(self._chat.ask(text, self._show)))
         self._newline()
         _aside(answered.summary())
         if not answered.kept:
@@ -214,6 +218,17 @@ class Terminal:
     def _leave(self) -> None:
         if self._person:
             click.echo("", err=True)  # behind the prompt
+
+
+async def _stoppable(work: Coroutine[Any, Any, "Answered"]) -> "Answered":
+    """SIGINT cancels it. The loop's own handler wakes it; the runner's can be missed by a loop about to sleep."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is not None:
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        return await work
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _aside(text: str) -> None:
