@@ -1,4 +1,4 @@
-"""Requests that arrive together and begin alike: the beginning is computed once, and sent once to each decode worker."""
+"""Requests that arrive together and begin alike: the beginning is computed once, and sent once to each decoder."""
 
 import asyncio
 import random
