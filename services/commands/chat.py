@@ -61,7 +61,7 @@ _PENALTY = click.FloatRange(-10, 10)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.001), metavar="SECONDS", help="Deadline of an answer.")
 @click.pass_context
 def chat(context: click.Context, /, **options: Any) -> None:
-    """Talk with a running gateway's model; it remembers the conversation.
+    """Talk with the model of a running gateway.
 
     \b
     Examples:
