@@ -21,22 +21,26 @@ class Admission:
 
     @property
     def inside(self) -> int:
-        """Requests admitted and not yet gone."""
+        """Answers of requests that are admitted and not yet gone."""
         return self._inside
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """A place for the time of the `with` block. Overloaded when all are taken, Unavailable after `close`."""
+    def slot(self, answers: int = 1) -> Iterator[None]:
+        """A place for each answer for the time of the `with` block, but never more than there are in all.
+
+        Overloaded when too few are free, Unavailable after `close`.
+        """
         if not self._open:
             raise Unavailable("the gateway is shutting down", retry_after_s=RETRY_S)
-        if self._inside >= self._limit:
-            raise Overloaded(f"{self._limit} requests are being served already", retry_after_s=RETRY_S)
-        self._inside += 1
+        places = min(answers, self._limit)
+        if self._inside + max(1, places) > self._limit:
+            raise Overloaded(f"{self._inside} requests are being served already", retry_after_s=RETRY_S)
+        self._inside += places
         self._idle.clear()
         try:
             yield
         finally:
-            self._inside -= 1
+            self._inside -= places
             if self._inside == 0:
                 self._idle.set()
 

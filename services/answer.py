@@ -41,16 +41,19 @@ class Answer:
         include_stop: bool = False,
         stop_texts: Mapping[int, str] | None = None,
         scores: PromptScores | None = None,
+        sample: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`arrival`: of the request, by `clock`. `min_tokens`: stop strings that end before so many do not count.
         `include_stop`: the stop string is sent. `stop_texts`: the tokens that are sent as text although they end the
-        output, with what the text stream leaves out of them. `scores`: go into the first piece."""
+        output, with what the text stream leaves out of them. `scores`: go into the first piece.
+        `sample`: which answer it is."""
         self._text = text
         self._stops = StopStrings(stop_strings, include=include_stop)
         self._min_tokens = min_tokens
         self._stop_texts = stop_texts or {}
         self._scores = scores
+        self._sample = sample
         self._prompt_tokens = prompt_tokens
         self._seed = seed
         self._logprobs = logprobs
@@ -75,6 +78,7 @@ class Answer:
             text=text,
             logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
             finish=self._finish(finish, stop_string or "", report) if finish is not None else None,
+            sample=self._sample,
             prompt_logprobs=self._scores.take() if self._scores is not None else None,
         )
 

@@ -7,7 +7,7 @@ goes on as the lost attempt would have (exactly in fp32). Whatever still comes o
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..engine.request import FinishReason, SequenceKey, Token
@@ -61,14 +61,20 @@ class Attempts:
         """How often it began anew."""
         return self._key.attempt
 
-    def start(self) -> None:
-        """Launches the first attempt. Unavailable where nobody can take it: a client that has nothing yet can wait."""
+    def start(self, siblings: Sequence["Attempts"] = ()) -> None:
+        """Launches the first attempt, for further samples of the prompt too: it is computed and handed over once.
+
+        From there on each sample is replayed by itself. Unavailable where nobody can take it: a client that has nothing
+        yet can wait.
+        """
+        flights = [self._flight, *(sibling._flight for sibling in siblings)]
         try:
-            self._dispatcher.launch(self._flight, self._job, [], self._avoid)
+            self._dispatcher.launch(self._flight, self._job, [], self._avoid, siblings=flights[1:])
         except Unavailable as error:
             if not self._flight.launched:
                 raise
-            self._flight.lose(error)  # a session ended just now
+            for flight in flights:
+                flight.lose(error)  # a session ended just now
 
     async def take(self) -> list[Token]:
         """The next tokens, in order, each once; may be empty. Raises what ends the request."""

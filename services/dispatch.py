@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from ..engine.request import SamplingParams, SequenceKey, Work
+from ..engine.request import SamplingParams, Work
 from ..v1 import worker_pb2 as pb
 from .fleet import Fleet
 from .flight import Flight, Part
@@ -44,26 +44,30 @@ class Dispatcher:
         self._living: frozenset[int] = frozenset()  # incarnations that the affinity may know
         self._prefill_missed = False
 
-    def launch(self, flight: Flight, job: Job, output_ids: list[int], avoid: Set[int]) -> None:
+    def launch(
+        self, flight: Flight, job: Job, output_ids: list[int], avoid: Set[int], siblings: Sequence[Flight] = ()
+    ) -> None:
         """Routes and submits, to both workers in the same turn of the loop. Unavailable where nobody can take it.
 
         `output_ids`: what the client has already. `avoid`: incarnations that are taken only if no others can.
+        `siblings`: the further samples, in order, that the workers shall draw from the same prompt.
         """
-        route = self._route(job, output_ids, avoid)
+        samples = [flight, *siblings]
+        route = self._route(job, output_ids, avoid, len(samples))
         decode = self.fleet.session(route.decode)
         alone = route.prefill is None and decode.load.role is Role.DECODE
         self._tell_mode(alone=alone and not self.fleet.count(Role.PREFILL))
         if route.prefill is None:
             part = Part(decode, prefills=True, decodes=True, tokens=route.prefill_tokens, pages=route.pages)
-            flight.launch(part, self._submit(flight.key, job, output_ids, Work.ALL, None, route))
+            _start(samples, part, self._submit(samples, job, output_ids, Work.ALL, None, route))
             return
         prefill = self.fleet.session(route.prefill)
         part = Part(prefill, prefills=True, decodes=False, tokens=route.prefill_tokens, pages=route.pages)
-        flight.launch(part, self._submit(flight.key, job, output_ids, Work.PREFILL, decode.peer, route))
+        _start(samples, part, self._submit(samples, job, output_ids, Work.PREFILL, decode.peer, route))
         part = Part(decode, prefills=False, decodes=True, tokens=0, pages=route.pages)
-        flight.launch(part, self._submit(flight.key, job, output_ids, Work.DECODE, prefill.peer, route))
+        _start(samples, part, self._submit(samples, job, output_ids, Work.DECODE, prefill.peer, route))
 
-    def _route(self, job: Job, output_ids: list[int], avoid: Set[int]) -> Route:
+    def _route(self, job: Job, output_ids: list[int], avoid: Set[int], samples: int = 1) -> Route:
         loads = self.fleet.loads()
         if not loads:
             raise self.fleet.unavailable()
@@ -74,7 +78,7 @@ class Dispatcher:
         left = job.params.max_tokens - len(output_ids)
 
         def chosen(among: list[WorkerLoad]) -> Route | None:
-            return choose(among, len(known), left, met)
+            return choose(among, len(known), left, met, samples)
 
         route = chosen([load for load in loads if load.incarnation not in avoid]) or chosen(loads)
         if route is None:
@@ -98,18 +102,26 @@ class Dispatcher:
         self._prefill_missed = alone
 
     def _submit(
-        self, key: SequenceKey, job: Job, output_ids: list[int], work: Work, peer: pb.Peer | None, route: Route
+        self, samples: Sequence[Flight], job: Job, output_ids: list[int], work: Work, peer: pb.Peer | None, route: Route
     ) -> pb.Submit:
         params = replace(job.params, prompt_logprobs=None) if job.scores.complete else job.params
         return make_submit(
-            key,
+            samples[0].key,
             work,
             job.prompt_ids,
             params,
             output_ids=output_ids,
+            samples=len(samples),
             peer=peer,
             start_now=route.start_now,
             timeout_s=job.timeout_s(),
             cache_salt=job.request.cache_salt,
             traceparent=clean_traceparent(job.request.traceparent),
         )
+
+
+def _start(samples: Sequence[Flight], part: Part, submit: pb.Submit) -> None:
+    """One message for all samples. The prompt is charged once, and a page to each further one that decodes there."""
+    samples[0].launch(part, submit)
+    for sibling in samples[1:]:
+        sibling.join(replace(part, tokens=0, pages=int(part.decodes)))

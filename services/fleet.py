@@ -84,6 +84,13 @@ class Fleet:
             raise self.unavailable()
         return max(sizes)
 
+    def widest(self) -> int:
+        """The most sequences that any decoding worker runs at once; Unavailable where there is none."""
+        sizes = [load.max_batch for load in self.loads() if load.role is not Role.PREFILL and not load.draining]
+        if not sizes:
+            raise self.unavailable()
+        return max(sizes)
+
     def unavailable(self) -> Unavailable:
         """Why no worker can decode."""
         reasons = [f"{client.address}: {client.reason}" for client in self._clients if client.session is None]

@@ -76,6 +76,13 @@ class Flight:
         part.session.load.charge(part.tokens, part.pages)
         self._parts[part.session.incarnation] = part
 
+    def join(self, part: Part) -> None:
+        """Another sample's part, launched just now, does this one's work too."""
+        self.launched = True
+        part.session.expect(self.key, self._inbox)
+        part.session.load.charge(part.tokens, part.pages)
+        self._parts[part.session.incarnation] = part
+
     def lose(self, error: TwostrokeError) -> None:
         """It is over; another attempt may succeed."""
         self._error = self._error or Lost(error)

@@ -72,6 +72,7 @@ class GenerationRequest:
     stopping: Stopping = field(default_factory=Stopping)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1  # independent answers
     request_id: str = ""
     timeout_s: float | None = None  # left until the caller's deadline, at arrival
     traceparent: str = ""
@@ -118,6 +119,7 @@ class Piece:
     text: str
     logprobs: list[tuple[tuple[int, float], ...]]
     finish: Finish | None = None
+    sample: int = 0  # which answer it belongs to; `finish` ends that one
     prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where they were asked for
 
 

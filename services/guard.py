@@ -9,7 +9,7 @@ from .generation import Piece, Send
 
 
 class Guard:
-    """For one request, one task."""
+    """For one request, one task and those that it waits for."""
 
     def __init__(self, timeout_s: float | None, slow_reader_s: float) -> None:
         """`timeout_s`: left until the deadline. `slow_reader_s`: the longest that one write may take."""
@@ -20,6 +20,7 @@ class Guard:
         self._error: TwostrokeError | None = None
         self._writing_since: float | None = None
         self._watch: asyncio.TimerHandle | None = None
+        self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -49,14 +50,18 @@ class Guard:
         self.end(Overloaded("the client reads too slowly"))
 
     async def write(self, send: Send, piece: Piece) -> None:
-        """Sends a piece under watch. The timer outlives the write, as setting one for every token costs more."""
-        self._writing_since = self._loop.time()
-        if self._watch is None:
-            self._watch = self._loop.call_later(self._slow_reader_s, self._look)
-        try:
-            await send(piece)
-        finally:
-            self._writing_since = None
+        """Sends a piece under watch; one at a time, where several answers are written.
+
+        The timer outlives the write, as setting one for every token costs more.
+        """
+        async with self._turn:
+            self._writing_since = self._loop.time()
+            if self._watch is None:
+                self._watch = self._loop.call_later(self._slow_reader_s, self._look)
+            try:
+                await send(piece)
+            finally:
+                self._writing_since = None
 
     def _look(self) -> None:
         self._watch = None

@@ -5,8 +5,11 @@ ends it (the last token, a stop string, the deadline, a cancel, a lost worker, a
 that it holds is freed on the way out: its place, its parts at the workers, its queue.
 """
 
+import asyncio
 import logging
 import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from itertools import count
 
 from ..engine.request import SequenceKey
@@ -22,7 +25,7 @@ from .inbox import Inbox
 from .parameters import complete_params
 from .prompt_scores import PromptScores
 from .served_model import ServedModel
-from .validation import check_input, check_length, validate
+from .validation import check_input, check_length, check_width, validate
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class Lifecycle:
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed on arrival")
         source = validate(request, self.model)
-        with self._admission.slot():
+        with self._admission.slot(request.n):
             guard = Guard(request.timeout_s, self._slow_reader_s)
             self._guards.add(guard)
             try:
@@ -88,15 +91,49 @@ class Lifecycle:
         """Tokens and complete parameters; refuses what can never fit."""
         prompt_ids = await self.model.prompt_ids(source)
         check_length(len(prompt_ids), self.model)
+        check_width(request.n, self.fleet.widest())
         params = complete_params(request, len(prompt_ids), self.model, self.fleet.largest())
         scores = PromptScores(None if request.prompt_logprobs is None else len(prompt_ids))
         deadline = None if request.timeout_s is None else arrival + request.timeout_s
         return Job(request, prompt_ids, params, deadline, scores)
 
     async def _run(self, job: Job, guard: Guard, send: Send, arrival: float) -> None:
-        """From routing to the last piece."""
+        """From routing to the last piece of each answer. All are launched as one; from there each goes by itself."""
+        number = next(self._numbers)
+        samples = [self._new_attempts(job, guard, number, sample) for sample in range(job.request.n)]
+        try:
+            samples[0].start(samples[1:])
+            answers = [self._new_answer(job, arrival, sample) for sample in range(job.request.n)]
+            await together(
+                [
+                    self._write(job, attempts, answer, guard, send)
+                    for attempts, answer in zip(samples, answers, strict=True)
+                ]
+            )
+        except TwostrokeError as error:
+            logger.info("request %s failed: %s", job.request.request_id, type(error).__name__)
+            raise
+        finally:
+            for attempts in samples:
+                attempts.close()
+
+    async def _write(self, job: Job, attempts: Attempts, answer: Answer, guard: Guard, send: Send) -> None:
+        """One answer to its last piece."""
+        while True:
+            tokens = await attempts.take()
+            if not tokens and attempts.finish is None:
+                continue
+            piece = answer.piece(tokens, attempts.finish, attempts.report())
+            if piece.finish is not None:
+                attempts.close()  # before the client takes the last piece: it may be slow
+                _log(job, piece)
+            await guard.write(send, piece)
+            if piece.finish is not None:
+                return
+
+    def _new_answer(self, job: Job, arrival: float, sample: int) -> Answer:
         stopping = job.request.stopping
-        answer = Answer(
+        return Answer(
             self.model.detokenizer(),
             stopping.strings,
             prompt_tokens=len(job.prompt_ids),
@@ -106,46 +143,47 @@ class Lifecycle:
             min_tokens=stopping.min_tokens,
             include_stop=stopping.include_stop,
             stop_texts=self.model.stop_texts(stopping.token_ids) if stopping.include_stop else None,
-            scores=job.scores,
+            scores=job.scores if sample == 0 else None,
+            sample=sample,
         )
-        attempts = self._new_attempts(job, guard)
-        try:
-            attempts.start()
-            while True:
-                tokens = await attempts.take()
-                if not tokens and attempts.finish is None:
-                    continue
-                piece = answer.piece(tokens, attempts.finish, attempts.report())
-                if piece.finish is not None:
-                    attempts.close()  # before the client takes the last piece: it may be slow
-                    _log(job, piece)
-                await guard.write(send, piece)
-                if piece.finish is not None:
-                    return
-        except TwostrokeError as error:
-            logger.info("request %s failed: %s", job.request.request_id, type(error).__name__)
-            raise
-        finally:
-            attempts.close()
 
-    def _new_attempts(self, job: Job, guard: Guard) -> Attempts:
+    def _new_attempts(self, job: Job, guard: Guard, number: int, sample: int) -> Attempts:
+        """The prompt's log-probabilities are told with the first sample only, over its replays too."""
+        buffer_bytes = self._stream_buffer_bytes // job.request.n
+        if sample > 0:
+            job = replace(job, scores=PromptScores(None))
         return Attempts(
             job,
-            SequenceKey(self._incarnation, next(self._numbers), 0, 0),
+            SequenceKey(self._incarnation, number, sample, 0),
             self._dispatcher,
-            lambda: Inbox(self._stream_buffer_bytes, guard.too_slow),
+            lambda: Inbox(buffer_bytes, guard.too_slow),
             max_attempts=self._max_attempts,
             wait_s=self._replay_wait_s,
         )
+
+
+async def together(work: Sequence[Coroutine[None, None, None]]) -> None:
+    """Runs all to their end, a single one without a task. The first failure ends the others and is raised."""
+    if len(work) == 1:
+        await work[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    for task in tasks:
+        task.result()  # one that was cancelled alone: so is the call
 
 
 def _log(job: Job, piece: Piece) -> None:
     finish = piece.finish
     if finish is not None:
         logger.info(
-            "request %s: %d prompt tokens (%d cached), %d output tokens, %s, prefill %s, decode %s, "
+            "request %s, answer %d: %d prompt tokens (%d cached), %d output tokens, %s, prefill %s, decode %s, "
             "first token %.1f ms, total %.1f ms",
             job.request.request_id,
+            piece.sample,
             finish.prompt_tokens,
             finish.cached_tokens,
             finish.output_tokens,

@@ -129,22 +129,26 @@ class PrefixAffinity:
                 del self._seen[page]
 
 
-def choose(workers: Iterable[WorkerLoad], prompt_tokens: int, max_tokens: int, met: Mapping[int, int]) -> Route | None:
+def choose(
+    workers: Iterable[WorkerLoad], prompt_tokens: int, max_tokens: int, met: Mapping[int, int], samples: int = 1
+) -> Route | None:
     """The route of a prompt; `met` as `PrefixAffinity.lookup` gives it. None where no worker can take it now.
 
     A pair of prefill and decode worker, or one worker for all: where there is no prefill worker, where a worker of role
     both is less busy, and (on a prefill worker) where `max_tokens` is 1, as nothing is left to decode.
     """
     able = [worker for worker in workers if not worker.draining]
+    wide = [worker for worker in able if samples <= worker.max_batch]  # all samples run at once
     prefill = [w for w in able if w.role is Role.PREFILL and prompt_tokens + 1 <= w.max_tokens]
-    whole = [w for w in able if w.role is Role.BOTH and prompt_tokens + max_tokens <= w.max_tokens]
-    decode = [w for w in able if w.role is Role.DECODE and prompt_tokens + max_tokens <= w.max_tokens]
+    whole = [w for w in wide if w.role is Role.BOTH and prompt_tokens + max_tokens <= w.max_tokens]
+    decode = [w for w in wide if w.role is Role.DECODE and prompt_tokens + max_tokens <= w.max_tokens]
 
     def cost(worker: WorkerLoad) -> float:
         return prefill_cost(worker, prompt_tokens, met.get(worker.incarnation, 0))
 
-    if max_tokens == 1 and (prefill or whole):
-        return _alone(_least([*prefill, *whole], cost), prompt_tokens, met)
+    single = [*(w for w in prefill if w in wide), *whole]
+    if max_tokens == 1 and single:
+        return _alone(_least(single, cost), prompt_tokens, met)
     computing = [*whole, *prefill] if decode else whole
     best = _least(computing, cost) if computing else None
     if best is None:
@@ -152,7 +156,7 @@ def choose(workers: Iterable[WorkerLoad], prompt_tokens: int, max_tokens: int, m
     if best.role is Role.BOTH:
         return _alone(best, prompt_tokens, met)
     target = _least(decode, lambda w: decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
-    need = pages_of(prompt_tokens + 1, target.page_size) - met.get(target.incarnation, 0)
+    need = pages_of(prompt_tokens + 1, target.page_size) + samples - 1 - met.get(target.incarnation, 0)
     return Route(
         prefill=best.incarnation,
         decode=target.incarnation,

@@ -14,6 +14,7 @@ MAX_STOP_TOKENS = 64
 MAX_REQUEST_ID = 128
 MAX_MESSAGES = 4096
 MAX_ROLE = 64
+MAX_ANSWERS = 16
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -21,6 +22,8 @@ def validate(request: GenerationRequest, model: ServedModel) -> Input:
     """Returns the input, which is there. ModelNotFound, or InvalidRequest with the field's path."""
     model.check_name(request.model)
     check_request_id(request.request_id)
+    if not 1 <= request.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n is {request.n}; it takes 1 to {MAX_ANSWERS}", field="n")
     check_sampling(request.sampling, model.vocabulary_size)
     check_stopping(request.stopping, model)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
@@ -130,6 +133,12 @@ def check_length(prompt_tokens: int, model: ServedModel, field: str = "input") -
             f"the prompt has {prompt_tokens} tokens and leaves no room in the context of {model.context_length}",
             field=field,
         )
+
+
+def check_width(answers: int, most: int) -> None:
+    """`most`: sequences that the widest worker runs at once; all answers to a prompt begin together."""
+    if answers > most:
+        raise InvalidRequest(f"n is {answers}; the workers run {most} sequences at once", field="n")
 
 
 def output_limit(prompt_tokens: int, max_tokens: int | None, model: ServedModel, most: int) -> int:

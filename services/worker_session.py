@@ -62,6 +62,10 @@ class WorkerSession:
             self._inboxes.pop(key, None)
             raise Unavailable(f"{self.name}: {self.ended.result()}", retry_after_s=RETRY_S)
 
+    def expect(self, key: SequenceKey, inbox: Inbox) -> None:
+        """What comes of a further sample of a sequence that was submitted just now goes to `inbox`."""
+        self._inboxes[key] = inbox
+
     def cancel(self, key: SequenceKey) -> None:
         """Drops a sequence here and there; unknown ones cost nothing."""
         if self._inboxes.pop(key, None) is not None:

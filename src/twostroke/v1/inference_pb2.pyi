@@ -363,7 +363,10 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """/ A name of the caller's own for logs and traces, up to 128 characters; empty: the gateway draws one."""
     n: _builtins.int
-    """/ Independent answers to the same prompt, computed once: 1 to 16. 0 means 1. Messages of all come interleaved."""
+    """/ Independent answers to the same prompt, which is computed once: 1 to 16. 0 means 1. Messages of all come interleaved;
+    / each answer ends with a `finish` of its own, the call with the last of them. With a seed, answer i is the same
+    / whatever `n` is.
+    """
     prompt_logprobs: _builtins.int
     """/ Present: the first message carries the log-probability of each prompt token but the first, and of this many most
     / likely tokens there (0 to 20). The prompt is computed anew for it, past any cache.
@@ -441,7 +444,7 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """/ Token counts of a request."""
+    """/ Token counts of an answer. Of several to one prompt each names the prompt's tokens, although they were computed once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -610,7 +613,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """/ In the very first message where `prompt_logprobs` was asked for: one entry for each prompt token from the second on."""
+        """/ In the first message of answer 0 where `prompt_logprobs` was asked for: one entry for each prompt token from the
+        / second on.
+        """
 
     def __init__(
         self,
