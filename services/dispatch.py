@@ -87,7 +87,7 @@ class Dispatcher:
         return route
 
     def _forget_the_gone(self, loads: list[WorkerLoad]) -> None:
-        """What a worker had cached went with it; else each restart would leave its incarnation at every page for good."""
+        """What a worker had cached went with it; else each restart would leave an incarnation at its pages for good."""
         living = frozenset(load.incarnation for load in loads)
         if self._living - living:
             self._affinity.forget(living)

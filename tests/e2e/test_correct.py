@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,17 @@ from .texts import ALL
 
 TOKENS = 64
 FLAGS = ("--dtype", "float32")
+DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+
+
+class Part(NamedTuple):
+    """How much of the comparison is done; the prompts by index in `ALL`."""
+
+    tokens: int  # of each request but the first ones
+    warm: int
+    seeded: int
+    alone: tuple[int, ...]
+    elsewhere: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +49,64 @@ def prompts(smollm2_dir) -> list[list[int]]:
 def greedy_departures(reference, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
     """Output indices at which the greedy choice of transformers, given what came before, is another token."""
     with torch.inference_mode():
-        logits = reference(torch.tensor([[*prompt, *output]])).logits[0]  # [tokens, vocabulary]
-    choices = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        ids = torch.tensor([[*prompt, *output]])
+        logits = reference(ids, logits_to_keep=len(output) + 1).logits[0]  # [output and one, vocabulary]
+    choices = logits[:-1].argmax(-1).tolist()
     return [i for i, (choice, token) in enumerate(zip(choices, output, strict=True)) if choice != token]
 
 
-async def all_at_once(client: Client, prompts: Sequence[Sequence[int]], **options: object) -> list[list[int]]:
+async def all_at_once(
+    client: Client, prompts: Sequence[Sequence[int]], tokens: int = TOKENS, **options: object
+) -> list[list[int]]:
     """Every prompt's output tokens, all requests running together."""
-    answers = await asyncio.gather(*(client.tokens(prompt, max_tokens=TOKENS, **options) for prompt in prompts))
+    answers = await asyncio.gather(*(client.tokens(prompt, max_tokens=tokens, **options) for prompt in prompts))
     return [answer.token_ids for answer in answers]
 
 
-async def test_greedy_and_seeded_outputs(launch: Launch, smollm2_dir, prompts, reference) -> None:
-    """1P1D equals transformers on 24 prompts; alone, warm, small chunks and `both` equal 1P1D, with a seed too."""
-    async with launch("--model", str(smollm2_dir), *FLAGS) as stack:
-        together = await all_at_once(stack.client, prompts)
+def first(outputs: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """What a shorter request would have got."""
+    return [output[:tokens] for output in outputs]
+
+
+async def compared(launch: Launch, model: Path, prompts: list[list[int]], reference, part: Part) -> None:
+    """1P1D against transformers on every prompt; then the same requests in other company, chunks and processes."""
+    short = part.tokens
+    async with launch("--model", str(model), *FLAGS) as stack:
+        client = stack.client
+        together = await all_at_once(client, prompts)
         for prompt, output in zip(prompts, together, strict=True):
             assert len(output) == TOKENS
             assert greedy_departures(reference, prompt, output) == []
-        warm = await all_at_once(stack.client, prompts[-6:])
-        assert warm == together[-6:]
-        seeded = await all_at_once(stack.client, prompts[:16], temperature=0.9, top_p=0.95, seed=1234)
-        assert seeded != together[:16]
-        alone = [await stack.client.tokens(prompts[i], max_tokens=TOKENS) for i in (0, 9, 23)]
-        assert [answer.token_ids for answer in alone] == [together[i] for i in (0, 9, 23)]
-        lone = await stack.client.tokens(prompts[3], max_tokens=TOKENS, temperature=0.9, top_p=0.95, seed=1234)
+        warm = await all_at_once(client, prompts[-part.warm :], short)
+        assert warm == first(together[-part.warm :], short)
+        seeded = await all_at_once(client, prompts[: part.seeded], short, **DRAWN)
+        assert seeded != first(together[: part.seeded], short)
+        for i in part.alone:
+            answer = await client.tokens(prompts[i], max_tokens=short)
+            assert answer.token_ids == together[i][:short]
+            assert answer.finish.prefill_worker != answer.finish.decode_worker
+        lone = await client.tokens(prompts[3], max_tokens=short, **DRAWN)
         assert lone.token_ids == seeded[3]
-        assert alone[0].finish.prefill_worker != alone[0].finish.decode_worker
         await stack.whole()
     for flags in (("--token-budget", "48", "--page-size", "32"), ("--prefill", "0", "--decode", "0", "--both", "1")):
-        async with launch("--model", str(smollm2_dir), *FLAGS, *flags) as stack:
-            chosen = [0, 5, 9, 13, 17, 20, 22, 23]
-            assert await all_at_once(stack.client, [prompts[i] for i in chosen]) == [together[i] for i in chosen]
-            again = await all_at_once(stack.client, prompts[:4], temperature=0.9, top_p=0.95, seed=1234)
+        async with launch("--model", str(model), *FLAGS, *flags) as stack:
+            chosen = await all_at_once(stack.client, [prompts[i] for i in part.elsewhere], short)
+            assert chosen == first([together[i] for i in part.elsewhere], short)
+            again = await all_at_once(stack.client, prompts[:4], short, **DRAWN)
             assert again == seeded[:4]
             await stack.whole()
+
+
+@pytest.mark.timeout(400)
+async def test_greedy_and_seeded_outputs(launch: Launch, smollm2_dir, prompts, reference) -> None:
+    """All prompts against transformers for 64 tokens; a few of them, cut short, in other company."""
+    part = Part(tokens=12, warm=2, seeded=5, alone=(0, 20), elsewhere=(0, 9, 20, 22))
+    await compared(launch, smollm2_dir, prompts, reference, part)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_greedy_and_seeded_outputs_at_full_length(launch: Launch, smollm2_dir, prompts, reference) -> None:
+    """The same with every variant at 64 tokens and on more prompts."""
+    part = Part(tokens=TOKENS, warm=6, seeded=16, alone=(0, 9, 23), elsewhere=(0, 5, 9, 13, 17, 20, 22, 23))
+    await compared(launch, smollm2_dir, prompts, reference, part)

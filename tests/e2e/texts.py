@@ -31,8 +31,8 @@ CODE = [
 ONE_TOKEN = ["The", "import"]
 LONG = [
     "\n".join(
-        f"{i}. The traveller of day {i} walked {i * 7 % 31} miles and met {i * 3 % 11} people." for i in range(1, 61)
+        f"{i}. The traveller of day {i} walked {i * 7 % 31} miles and met {i * 3 % 11} people." for i in range(1, 47)
     ),
-    "\n".join(f"    value_{i} = compute({i}, {i * i})  # step {i}" for i in range(1, 70)),
+    "\n".join(f"    value_{i} = compute({i}, {i * i})  # step {i}" for i in range(1, 17)),
 ]
 ALL = [*ENGLISH, *CHINESE, *EMOJI, *CODE, *ONE_TOKEN, *LONG]
