@@ -6,7 +6,7 @@ import signal
 import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .health import Condition, HealthProbe
@@ -31,6 +31,8 @@ class ChildSpec:
     silence_s: float = 10.0  # without an answer after it was ready: killed
     ready_s: float = 600.0  # without having become ready: killed
     drain_s: float = 30.0  # after SIGTERM, and some grace: killed
+    successors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """By exit code: the arguments to go on with. Such an end is no failure."""
 
 
 class Report(Protocol):
@@ -66,6 +68,10 @@ class Child:
             ever_ready = ever_ready or self._ready_for > 0
             if self._stopping.is_set():
                 break
+            if code in self.spec.successors:
+                self.spec = replace(self.spec, arguments=self.spec.successors[code])
+                self.report.event("restarting", name=self.spec.name, delay_s=0.0)
+                continue
             failures = 0 if self._ready_for >= SETTLED_S else failures + 1
             if not ever_ready and (code == USAGE_ERROR or failures >= MAX_FAILED_STARTS):
                 self.report.event("gave_up", name=self.spec.name, code=code)

@@ -8,6 +8,7 @@ import click
 from .. import __version__
 from ..errors import ConfigError, TwostrokeError
 from .commands import bench, chat, doctor, generate, models, serve, up, verify
+from .commands import workers as workers_
 
 
 class _Failure(click.ClickException):
@@ -61,6 +62,7 @@ for command in (up.up, generate.generate, chat.chat, bench.bench, models.models,
     main.add_command(command)
 for command in (doctor.doctor, serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
     main.add_command(command)
+main.add_command(workers_.workers)
 
 if __name__ == "__main__":
     main()

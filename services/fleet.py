@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import Mismatch, Unavailable
 from ..v1 import worker_pb2 as pb
+from .discovery import RESOLVE_S, Name, Resolve, is_literal, look_up
 from .identity import ProcessIdentity
 from .router import Role, WorkerLoad
 from .worker_client import WorkerClient
@@ -34,27 +36,72 @@ class Fleet:
         *,
         silence_s: float,
         on_change: Callable[[], None] = lambda: None,
+        resolve: Resolve = look_up,
+        resolve_s: float = RESOLVE_S,
     ) -> None:
-        """`model`: served name. `on_change`: a worker joined, left or began to drain."""
-        self._clients = [
-            WorkerClient(address, gateway, model, self, silence_s=silence_s) for address in dict.fromkeys(addresses)
+        """`addresses`: host:port; each address of a name (also `dns:name:port`) is a worker. `model`: served name.
+        `on_change`: a worker joined, left or began to drain. `resolve_s`: between two look-ups of a name."""
+        places = list(dict.fromkeys(addresses))
+        self._places: dict[str, tuple[str, ...]] = {place: (place,) for place in places if is_literal(place)}
+        self._names = [
+            Name(place, partial(self._place, place), resolve=resolve, interval_s=resolve_s)
+            for place in places
+            if place not in self._places
         ]
+        self._clients: dict[str, WorkerClient] = {}
+        self._new_client = partial(WorkerClient, gateway=gateway, model=model, host=self, silence_s=silence_s)
         self._ready: dict[int, WorkerSession] = {}
         self._on_change = on_change
         self._model = model
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
         self._change = asyncio.Event()
 
     def start(self) -> None:
         """Begins to connect."""
-        self._tasks = [asyncio.create_task(client.run()) for client in self._clients]
+        self._started = True
+        self._tasks = {name.place: asyncio.create_task(name.run()) for name in self._names}
+        self._meet()
 
     async def stop(self) -> None:
         """Ends all sessions: the workers drop what they have of us."""
-        for task in self._tasks:
+        self._started = False
+        tasks = [*self._tasks.values(), *(client.task for client in self._clients.values() if client.task is not None)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks = {}
+
+    @property
+    def clients(self) -> list[WorkerClient]:
+        """One for each address."""
+        return list(self._clients.values())
+
+    def _place(self, place: str, addresses: Sequence[str]) -> None:
+        """What a name stands for now."""
+        self._places[place] = tuple(addresses)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Connects to what is new; what is no longer named is left once its session ends by itself."""
+        if not self._started:
+            return
+        wanted = dict.fromkeys(address for addresses in self._places.values() for address in addresses)
+        for address in wanted:
+            client = self._clients.get(address)
+            if client is None:
+                client = self._clients[address] = self._new_client(address)
+                client.task = asyncio.create_task(client.run())
+                client.task.add_done_callback(partial(self._forget, address))
+            client.leaving = False
+        for address, client in self._clients.items():
+            if address not in wanted:
+                client.leave()
+
+    def _forget(self, address: str, _: object) -> None:
+        self._clients.pop(address, None)
+        if self._started:
+            self._meet()  # it may have been named again meanwhile
 
     def session(self, incarnation: int) -> WorkerSession:
         """A ready worker's."""
@@ -93,9 +140,10 @@ class Fleet:
 
     def unavailable(self) -> Unavailable:
         """Why no worker can decode."""
-        reasons = [f"{client.address}: {client.reason}" for client in self._clients if client.session is None]
+        reasons = [f"{name.place}: {name.reason}" for name in self._names if name.reason]
+        reasons += [f"{client.address}: {client.reason}" for client in self.clients if client.session is None]
         reasons += [f"{load.name}: draining" for load in self.loads() if load.draining]
-        if not self._clients:
+        if not self._places and not self._names:
             reasons = ["none is configured"]
         text = "; ".join(reasons[:MAX_REASONS]) or "none of the connected workers decodes"
         return Unavailable(f"no decode worker: {text}", retry_after_s=RETRY_S)

@@ -13,8 +13,9 @@ from ..engine.models import resolve, served_name
 from ..engine.tokenizer import Tokenizer
 from ..errors import ConfigError, Unavailable
 from ..kvtransfer.process import host_id
-from ..v1 import inference_pb2, inference_pb2_grpc
+from ..v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from .admission import RETRY_S, Admission
+from .cluster_service import ClusterServicer
 from .fleet import Fleet
 from .grpc_setup import Health, add_health_and_reflection, bind, create_server
 from .identity import draw_identity
@@ -25,6 +26,7 @@ from .served_model import ServedModel, longest_token
 from .settings import GatewaySettings
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
 LAST_WORDS_S = 2.0  # for statuses to leave before the server stops
 
@@ -81,7 +83,8 @@ class Gateway:
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.lifecycle), self._server)
-        self._health = await add_health_and_reflection(self._server, (INFERENCE,))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
+        self._health = await add_health_and_reflection(self._server, (INFERENCE, CLUSTER))
         try:
             address = bind(self._server, self._settings.listen)
         except RuntimeError as error:

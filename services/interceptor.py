@@ -22,6 +22,8 @@ from ..errors import (
     Overloaded,
     TwostrokeError,
     Unavailable,
+    WorkerNotFound,
+    WrongState,
 )
 
 DOMAIN = "twostroke"
@@ -32,6 +34,8 @@ MAX_DETAILS = 1000  # characters; a status travels in headers
 CODES: tuple[tuple[type[TwostrokeError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (WorkerNotFound, grpc.StatusCode.NOT_FOUND),
+    (WrongState, grpc.StatusCode.FAILED_PRECONDITION),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),

@@ -41,7 +41,11 @@ class Sessions:
     ) -> None:
         """`role`: prefill, decode or both. `buffer_bytes`: of messages that wait for a gateway. `clock`: seconds."""
         self.clock = clock
-        self.draining = False
+        self.draining = False  # it takes nothing new
+        self.next_role: str | None = None  # once it was told to change
+        self.role_wanted = asyncio.Event()
+        self._ending = False  # draining for the last time
+        self._cut: asyncio.TimerHandle | None = None
         self._role = role
         self._buffer_bytes = buffer_bytes
         self._silence_s = silence_s
@@ -59,9 +63,9 @@ class Sessions:
     # What the servicer calls
 
     def open(self, gateway: ProcessIdentity) -> Session:
-        """A new session. Unavailable while draining or without an engine, Overloaded where there are too many."""
-        if self._driver is None or self.draining:
-            raise Unavailable("the worker is draining" if self.draining else "the worker is not ready")
+        """A new session. Unavailable at the end or without an engine, Overloaded where there are too many."""
+        if self._driver is None or self._ending:
+            raise Unavailable("the worker is draining" if self._ending else "the worker is not ready")
         earlier = self._open.get(gateway.incarnation)
         if earlier is not None:
             log.warning("gateway %s opened another session: the earlier one ends", gateway.name)
@@ -152,6 +156,34 @@ class Sessions:
         """Workers that a gateway expects this one to meet."""
         self._on_peers(peers)
 
+    def hold(self, on: bool, within_s: float) -> None:
+        """Takes nothing new, for all gateways, or takes work again; the last order counts.
+
+        `within_s`: what runs longer is given up, and its gateways replay it elsewhere; 0: nothing is.
+        """
+        if self._ending:
+            return
+        if on != self.draining:
+            log.info("draining: nothing new is taken" if on else "taking work again")
+        self.draining = on
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+        if on and within_s > 0:
+            self._cut = asyncio.get_running_loop().call_later(within_s, self._cut_all)
+        self.beat()
+
+    def become(self, role: str) -> None:
+        """The process shall drain, end, and come back in this role. The first order counts."""
+        if self._ending or self.next_role is not None:
+            return
+        if role == self._role:
+            self.hold(False, 0.0)
+            return
+        log.info("changing the role from %s to %s", self._role, role)
+        self.next_role = role
+        self.role_wanted.set()
+
     def left(self, session: Session) -> None:
         """A session ended."""
         if self._open.get(session.gateway.incarnation) is session:
@@ -173,18 +205,22 @@ class Sessions:
 
     async def drain(self, seconds: float) -> bool:
         """Takes nothing new and waits for what runs, at most so long; then fails the rest. True: nothing was cut."""
-        self.draining = True
+        self.draining = self._ending = True
         self.beat()
         self.fewer()
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
         except TimeoutError:
-            log.warning("%d sequences are cut after %g s of draining", self.live, seconds)
-            for session in tuple(self._open.values()):
-                session.fail_all(Unavailable("the worker stopped before it was done"))
+            self._cut_all()
             return False
         return True
+
+    def _cut_all(self) -> None:
+        if self.live:
+            log.warning("%d sequences are given up: draining takes too long", self.live)
+        for session in tuple(self._open.values()):
+            session.fail_all(Unavailable("the worker drains and gave it up"))
 
     def end_all(self, reason: TwostrokeError) -> None:
         """Ends every session; what waits for a gateway may still leave."""

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..engine.config import DType, EngineOptions, Reserve
 
 ENV_PREFIX = "TWOSTROKE_"
+DNS_PREFIX = "dns:"
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -57,6 +58,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _place(value: str) -> str:
+    if value:
+        split_address(value.removeprefix(DNS_PREFIX))
+    return value
+
+
 def _digits(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else value
 
@@ -70,7 +77,8 @@ class Takes:
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Takes("a size")]
 Address = Annotated[str, AfterValidator(_address), Takes("an address, host:port")]
-Addresses = Annotated[list[Address], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
+Place = Annotated[str, AfterValidator(_place)]
+Places = Annotated[list[Place], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
 PageSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_digits)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -116,8 +124,8 @@ class GatewaySettings(Settings):
 
     listen: Address = Field("127.0.0.1:50051", min_length=1)
     """Address to serve on, host:port; port 0: a free one."""
-    workers: Addresses = Field(default_factory=list, max_length=1024)
-    """Workers to connect to, host:port each, separated by commas."""
+    workers: Places = Field(default_factory=list, max_length=1024)
+    """Workers to connect to, host:port each, separated by commas; a name (or `dns:name:port`) may stand for several."""
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     """Requests admitted at once; more are refused with RESOURCE_EXHAUSTED."""
     max_input: int = Field(0, ge=0, le=_TOKENS)

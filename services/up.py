@@ -16,6 +16,7 @@ from .child import ChildSpec, Report
 from .configure import flags_of, setting_variables
 from .grpc_setup import open_channel
 from .machine import cores, free_ports, listen_error
+from .role_change import successors
 from .settings import GatewaySettings, UpSettings, WorkerSettings, split_address
 from .supervisor import Supervisor
 
@@ -66,24 +67,24 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
     specs = []
     for (role, name), address in zip(people, gateway.workers, strict=True):
         settings = worker.model_copy(update={"role": role, "name": name, "listen": address, "threads": threads})
-        specs.append(_spec(name, [role, *flags_of(settings)], address, up, settings))
-    words = ["gateway", *flags_of(gateway)]
-    return Stack(up, _spec("gateway", words, gateway.listen, up, gateway), specs)
+        specs.append(_spec(name, role, address, up, settings))
+    return Stack(up, _spec("gateway", "gateway", gateway.listen, up, gateway), specs)
 
 
-def _spec(
-    name: str, words: list[str], address: str, up: UpSettings, settings: GatewaySettings | WorkerSettings
-) -> ChildSpec:
+def _spec(name: str, role: str, address: str, up: UpSettings, settings: GatewaySettings | WorkerSettings) -> ChildSpec:
     """Everything is told by flags: variables and files were read once, here, and must not speak twice."""
+    command = (sys.executable, "-m", "twostroke.services.cli")
+    words = (*flags_of(settings), "--parent", str(os.getpid()))
     environment = {key: value for key, value in os.environ.items() if key.upper() not in setting_variables()}
     return ChildSpec(
         name=name,
-        arguments=(sys.executable, "-m", "twostroke.services.cli", *words, "--parent", str(os.getpid())),
+        arguments=(*command, role, *words),
         address=reachable(address),
         environment=environment | {"PYTHONUNBUFFERED": "1"},
         silence_s=settings.silence_s,
         ready_s=up.ready_s,
         drain_s=settings.drain_s,
+        successors={} if role == "gateway" else successors(command, words),
     )
 
 

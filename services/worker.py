@@ -37,8 +37,9 @@ GRACE_S = 1.0  # for calls that are still there at the end
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 
 
-async def serve(settings: WorkerSettings) -> None:
-    """Runs a worker until SIGTERM or SIGINT: the first drains it, the second ends it.
+async def serve(settings: WorkerSettings) -> str | None:
+    """Runs a worker until SIGTERM or SIGINT: the first drains it, the second ends it. Returns the role to come back in,
+    where a gateway asked for that.
 
     Listens at once, so that whoever asks learns that the model is still being loaded; serves once warmed up. Raises
     ConfigError where the settings, the model or this machine do not do, TwostrokeError when the engine failed: an
@@ -59,6 +60,8 @@ async def serve(settings: WorkerSettings) -> None:
         if await unless(stopping.first, in_thread("load", loaded.load)) is not None:
             worker = Worker(settings, identity, loaded, advertised(settings, address), servicer, health)
             await worker.run(stopping)
+            return None if stopping.first.is_set() else worker.next_role
+        return None
     finally:
         await server.stop(GRACE_S)
         loaded.close()
@@ -100,6 +103,11 @@ class Worker:
         )
         self._sessions.attach(self._driver)
 
+    @property
+    def next_role(self) -> str | None:
+        """What it was told to become."""
+        return self._sessions.next_role
+
     async def run(self, stopping: Stopping) -> None:
         """Serves until the first signal, drains until the second. TwostrokeError when the engine failed."""
         self._driver.start()
@@ -120,7 +128,7 @@ class Worker:
         try:
             await self._health.set_serving(True)
             log.info("ready: %s on %s", self._loaded.form.model, self._address)
-            await unless(stopping.first, self._driver.ended.wait())
+            await unless(stopping.first, unless(self._sessions.role_wanted, self._driver.ended.wait()))
             await self._health.set_serving(False)
             if not self._driver.ended.is_set():
                 await unless(stopping.second, unless(self._driver.ended, self._sessions.drain(self._settings.drain_s)))

@@ -14,6 +14,7 @@ from ..v1 import worker_pb2 as pb
 from ..v1 import worker_pb2_grpc
 from .grpc_setup import open_channel
 from .identity import ProcessIdentity, read_identity
+from .router import Role
 from .worker_session import WorkerSession
 
 HEARTBEAT_S = 1.0
@@ -61,6 +62,10 @@ class WorkerClient:
         self.address = address
         self.session: WorkerSession | None = None
         self.reason = "not connected yet"
+        self.name = ""  # of the last session, like `role`
+        self.role: Role | None = None
+        self.leaving = False  # it is no longer named: the next session's end is the last
+        self.task: asyncio.Task[None] | None = None  # runs `run`; the fleet's
         self._gateway = gateway
         self._model = model
         self._host = host
@@ -69,12 +74,20 @@ class WorkerClient:
         self._starting_until: float | None = clock() + PATIENCE_S  # None: it was met, or waited for long enough
 
     async def run(self) -> None:
-        """Until cancelled. A session that worked resets the backoff."""
+        """Until cancelled, or nobody wants it any more. A session that worked resets the backoff."""
         backoff = FIRST_BACKOFF_S
-        while True:
+        while not self.leaving:
             worked = await self._once()
+            if self.leaving:
+                return
             backoff = FIRST_BACKOFF_S if worked else min(LAST_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff * random.uniform(0.7, 1.3))
+
+    def leave(self) -> None:
+        """It is no longer named: ends now, or with its session."""
+        self.leaving = True
+        if self.session is None and self.task is not None:
+            self.task.cancel()
 
     async def _once(self) -> bool:
         """One session from connecting to its end; whether it came to work."""
@@ -135,6 +148,7 @@ class WorkerClient:
     async def _serve(self, call: Call, session: WorkerSession) -> str:
         """Runs a session until it ends; returns why."""
         self.session = session
+        self.name, self.role = session.name, session.load.role
         self._starting_until = None
         logger.info("worker %s: %s (%s) is ready", self.address, session.name, session.load.role.name.lower())
         self.reason = ""

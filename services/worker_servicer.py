@@ -48,6 +48,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise Unavailable("the worker is not ready: it loads the model", retry_after_s=1.0)
         gateway = check_hello(await _first(request_iterator), self._hello.format.model)
         session = self._sessions.open(gateway)
+        self._hello.draining = self._sessions.draining
         session.outbox.put(pb.FromWorker(hello=self._hello))
         reader = asyncio.create_task(_read(request_iterator, session))
         writer = asyncio.create_task(_write(context, session))

@@ -41,10 +41,13 @@ class WorkerSession:
             max_batch=hello.max_batch,
             max_tokens=hello.max_tokens,
             free_pages=hello.pages,
+            draining=hello.draining,
         )
         self.outbox: Outbox[pb.ToWorker] = Outbox(OUTBOX_BYTES)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.heard = time.monotonic()
+        self.status = pb.Status(free_pages=hello.pages, pages=hello.pages)  # the last one
+        self.cached: set[bytes] = set()  # digests of pages in its prefix cache, as far as it told
         self._gateway = gateway
         self._inboxes: dict[SequenceKey, Inbox] = {}
         self._beats = 0
@@ -119,7 +122,16 @@ class WorkerSession:
         for inbox in inboxes:
             inbox.put(Gone(self.incarnation, reason))
 
+    def hold(self, on: bool, within_s: float) -> None:
+        """Orders it to take nothing new, or to take work again; its status will tell that it does."""
+        self._send(pb.ToWorker(drain=pb.Drain(drain=on, within_ms=round(within_s * 1000))))
+
+    def become(self, role: Role) -> None:
+        """Orders it to come back in another role."""
+        self._send(pb.ToWorker(set_role=pb.SetRole(role=pb.Role.ValueType(role))))
+
     def _report(self, status: pb.Status) -> None:
+        self.status = status
         self.load.report(
             free_pages=min(status.free_pages, self.load.pages),
             waiting_tokens=status.waiting_tokens,

@@ -1,6 +1,7 @@
 """`twostroke gateway`, `prefill`, `decode`, `both` and `health`: one process each."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import click
 
 from ...errors import ConfigError
 from .. import logs
-from ..configure import load, warn_of_unknown_variables
+from ..configure import flags_of, load, setting_variables, warn_of_unknown_variables
 from ..describe import takes
 from ..options import address_argument, given_flags, settings_options
 from ..parent import die_with
-from ..settings import GatewaySettings, WorkerSettings
+from ..settings import GatewaySettings, WorkerSettings, split_address
 
 parent_option = click.option("--parent", type=int, hidden=True, help="Supervisor's process id; die with it.")
 
@@ -65,13 +66,31 @@ def _worker(role: str, config: Path | None, parent: int | None, options: dict[st
         die_with(parent)
     settings = load(WorkerSettings, {**given_flags(options), "role": role}, config)
     settings = settings.model_copy(update={"name": settings.name or f"{role}-{os.getpid()}"})
+    if parent is None:
+        sys.exit(_launch(settings))
     _start_log(settings)
 
     import uvloop
 
+    from ..role_change import EXIT_CODES
     from ..worker import serve
 
-    uvloop.run(serve(settings))
+    next_role = uvloop.run(serve(settings))
+    if next_role is not None:
+        sys.exit(EXIT_CODES[next_role])
+
+
+def _launch(settings: WorkerSettings) -> int:
+    """The worker in a process of its own, which another one follows when it changes its role."""
+    from ..launcher import Launcher
+    from ..machine import free_ports
+
+    host, port = split_address(settings.listen)
+    if port == 0:  # drawn here: those who follow listen where the first one did
+        settings = settings.model_copy(update={"listen": f"{host}:{free_ports(1)[0]}"})
+    warn_of_unknown_variables()
+    environment = {key: value for key, value in os.environ.items() if key.upper() not in setting_variables()}
+    return Launcher(settings.role, flags_of(settings), environment).run()
 
 
 def _start_log(settings: GatewaySettings | WorkerSettings) -> None:

@@ -23,6 +23,14 @@ class ModelNotFound(TwostrokeError):
     """No such model here (NOT_FOUND)."""
 
 
+class WorkerNotFound(TwostrokeError):
+    """No such worker is connected (NOT_FOUND)."""
+
+
+class WrongState(TwostrokeError):
+    """It cannot be done as things stand (FAILED_PRECONDITION)."""
+
+
 class Overloaded(TwostrokeError):
     """A queue is full (RESOURCE_EXHAUSTED)."""
 

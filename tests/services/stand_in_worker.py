@@ -60,6 +60,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         self.submits: list[pb.Submit] = []
         self.cancels: Counter[int] = Counter()
         self.peers: list[pb.Peer] = []
+        self.orders: list[pb.ToWorker] = []
         self.sessions = 0
         self.heartbeats = 0
         self.live: dict[tuple[int, int, int], asyncio.Task[None]] = {}
@@ -168,6 +169,12 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
                 self.peers = list(message.peers.peers)
             case "heartbeat":
                 self.heartbeats += 1
+            case "drain":
+                self.orders.append(message)
+                self.draining = message.drain.drain
+                self.status(draining=self.draining)
+            case "set_role":
+                self.orders.append(message)
 
     async def _play(self, gateway: int, submit: pb.Submit, outbox: asyncio.Queue[Any]) -> None:
         script = self.script

@@ -55,13 +55,14 @@ def test_the_commands() -> None:
         "decode",
         "both",
         "health",
+        "workers",
     ]
     assert list(main.commands) == wanted
     assert {("models", "pull"), ("models", "list")} <= COMMANDS.keys()
     assert run("--version").output == f"twostroke, version {__version__}\n"
 
 
-@pytest.mark.parametrize("path", [(), ("models",)], ids=["twostroke", "models"])
+@pytest.mark.parametrize("path", [(), ("models",), ("workers",)], ids=["twostroke", "models", "workers"])
 def test_lists_of_commands_are_whole_sentences(path: tuple[str, ...]) -> None:
     listed = run(*path, "--help").output.partition("Commands:")[2]
     assert listed.strip()

@@ -214,7 +214,7 @@ async def test_no_session_before_the_worker_is_ready_or_while_it_drains() -> Non
         worker.open()
         async with Gateway(worker.address, model=""):
             pass
-        worker.sessions.draining = True
+        await worker.sessions.drain(0.1)
         code, details = await Gateway(worker.address).refusal()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "draining" in details
@@ -539,6 +539,54 @@ async def test_draining_cuts_what_takes_too_long() -> None:
         await gateway.finished(1)
         assert gateway.failures[1].code == pb.FAILURE_CODE_DRAINING
         await worker.empty()
+
+
+async def test_a_held_worker_finishes_what_it_has_and_takes_work_again() -> None:
+    async with serving() as worker, Gateway(worker.address) as gateway:
+        worker.runner.gate.clear()
+        await gateway.submit(1, prompt_of(1, 20), 50)
+        await worker_has(worker, 1)
+        await gateway.write(pb.ToWorker(drain=pb.Drain(drain=True)))
+        await gateway.until(lambda: gateway.statuses and gateway.statuses[-1].draining)
+        async with Gateway(worker.address) as later:  # another gateway may come, and learns of it
+            assert later.worker_hello is not None
+            assert later.worker_hello.draining
+            await later.submit(7, prompt_of(7, 20), 5)
+            await later.until(lambda: 7 in later.failures)
+            assert later.failures[7].code == pb.FAILURE_CODE_DRAINING
+        worker.runner.gate.set()
+        await gateway.finished(1)
+        assert gateway.tokens[1] == expected(prompt_of(1, 20), 50)
+        await gateway.write(pb.ToWorker(drain=pb.Drain(drain=False)))
+        await gateway.until(lambda: not gateway.statuses[-1].draining)
+        await gateway.submit(2, prompt_of(2, 20), 5)
+        await gateway.finished(2)
+        await worker.empty()
+
+
+@pytest.mark.parametrize("undrained", [False, True])
+async def test_a_held_worker_gives_up_what_takes_too_long(undrained: bool) -> None:
+    async with serving() as worker, Gateway(worker.address) as gateway:
+        worker.runner.gate.clear()
+        await gateway.submit(1, prompt_of(1, 20), 50)
+        await worker_has(worker, 1)
+        await gateway.write(pb.ToWorker(drain=pb.Drain(drain=True, within_ms=100)))
+        if undrained:
+            await gateway.write(pb.ToWorker(drain=pb.Drain(drain=False)))
+            await asyncio.sleep(0.2)
+            worker.runner.gate.set()
+        await gateway.finished(1)
+        assert (1 in gateway.failures) is not undrained
+        worker.runner.gate.set()
+        await worker.empty()
+
+
+async def test_a_role_is_taken_on_once() -> None:
+    async with serving("decode") as worker, Gateway(worker.address) as gateway:
+        for role in (pb.ROLE_DECODE, 9, pb.ROLE_PREFILL, pb.ROLE_BOTH):
+            await gateway.write(pb.ToWorker(set_role=pb.SetRole(role=role)))  # type: ignore[arg-type]
+        await worker.until(worker.sessions.role_wanted.is_set)
+        assert worker.sessions.next_role == "prefill"
 
 
 async def test_an_idle_worker_drains_at_once() -> None:

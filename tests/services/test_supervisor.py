@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -219,6 +220,20 @@ async def test_a_program_that_is_not_there(bench: Bench) -> None:
     spec = ChildSpec("gateway", ("/does/not/exist",), "127.0.0.1:1", {})
     with pytest.raises(FileNotFoundError):
         await Child(spec, bench.report).run()
+
+
+async def test_a_process_that_ends_for_a_successor_is_followed_at_once(bench: Bench) -> None:
+    """Such an end is no failure, however often it comes; the successor may name the first one again."""
+    first, second = bench.spec("w", "exit=71"), bench.spec("w", "exit=72")
+    last = bench.spec("w", "")
+    spec = replace(first, successors={71: second.arguments, 72: last.arguments}, address=last.address)
+    child = Child(spec, bench.report)
+    running = asyncio.create_task(child.run())
+    await bench.report.seen("ready", "w")
+    assert [event["delay_s"] for event in bench.report.of("restarting")] == [0.0, 0.0]
+    assert child.starts == 3
+    await child.stop()
+    assert await running is None
 
 
 def test_backoff() -> None:

@@ -299,7 +299,18 @@ class Process:
 
 @asynccontextmanager
 async def running(role: str, model: Path, *flags: str) -> AsyncIterator[Process]:
-    common = ["--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
+    common = [
+        "--parent",
+        str(os.getpid()),
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--kv-memory",
+        "4MiB",
+        "--threads",
+        "1",
+    ]
     words = ["-m", "twostroke.services.cli", role, "--listen", "127.0.0.1:0", *common, *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWOSTROKE_")}
     child = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=-1, env=environment)

@@ -252,6 +252,7 @@ class WorkerHello(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """/ What it can do."""
     address: _builtins.str
@@ -262,6 +263,8 @@ class WorkerHello(_message.Message):
     """/ The most sequences that it runs at once."""
     max_tokens: _builtins.int
     """/ The most tokens of prompt and output together that it takes."""
+    draining: _builtins.bool
+    """/ It finishes what it has and takes nothing new."""
     @_builtins.property
     def identity(self) -> Global___Identity:
         """/ The worker."""
@@ -280,10 +283,11 @@ class WorkerHello(_message.Message):
         pages: _builtins.int = ...,
         max_batch: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "pages", b"pages", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "pages", b"pages", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,6 +589,8 @@ class ToWorker(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    SET_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
         """/ First."""
@@ -605,6 +611,14 @@ class ToWorker(_message.Message):
     def peers(self) -> Global___Peers:
         """/ Decode workers open links to these in advance."""
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """/ It shall take nothing new, or take work again."""
+
+    @_builtins.property
+    def set_role(self) -> Global___SetRole:
+        """/ It shall do something else."""
+
     def __init__(
         self,
         *,
@@ -613,16 +627,68 @@ class ToWorker(_message.Message):
         cancel: Global___Cancel | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         peers: Global___Peers | None = ...,
+        drain: Global___Drain | None = ...,
+        set_role: Global___SetRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat", "peers"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat", "peers", "drain", "set_role"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """/ An order to take nothing new, or to take work again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_FIELD_NUMBER: _builtins.int
+    WITHIN_MS_FIELD_NUMBER: _builtins.int
+    drain: _builtins.bool
+    """/ False: it takes work again."""
+    within_ms: _builtins.int
+    """/ What still runs after so many milliseconds is given up (FAILURE_CODE_DRAINING); 0: never."""
+    def __init__(
+        self,
+        *,
+        drain: _builtins.bool = ...,
+        within_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "within_ms", b"within_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class SetRole(_message.Message):
+    """/ An order to finish what there is, as at the process's end, and to come back in another role: as a new process at the
+    / same address.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """/ The new role."""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
 
 @_typing.final
 class Peers(_message.Message):
@@ -964,6 +1030,7 @@ class FromWorker(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """/ First."""
@@ -980,6 +1047,10 @@ class FromWorker(_message.Message):
     def failure(self) -> Global___Failure:
         """/ A sequence's failure."""
 
+    @_builtins.property
+    def cache(self) -> Global___CacheEvents:
+        """/ What its prefix cache gained and lost."""
+
     def __init__(
         self,
         *,
@@ -987,16 +1058,49 @@ class FromWorker(_message.Message):
         step: Global___Step | None = ...,
         status: Global___Status | None = ...,
         failure: Global___Failure | None = ...,
+        cache: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "hello", b"hello", "kind", b"kind", "status", b"status", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "failure", b"failure", "hello", b"hello", "kind", b"kind", "status", b"status", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "hello", b"hello", "kind", b"kind", "status", b"status", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "failure", b"failure", "hello", b"hello", "kind", b"kind", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "step", "status", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "step", "status", "failure", "cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """/ Changes of a worker's prefix cache, told about once a second; hints for routing. A digest stands for a page's tokens and
+    / all tokens before them (`engine/prefix_cache.py`); its first 8 bytes are told.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESET_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    reset: _builtins.bool
+    """/ Everything told before is void: `stored` is all that is there."""
+    stored: _builtins.bytes
+    """/ Digests of pages that can be found now, 8 bytes each."""
+    evicted: _builtins.bytes
+    """/ Digests of pages that cannot be found any more, 8 bytes each."""
+    def __init__(
+        self,
+        *,
+        reset: _builtins.bool = ...,
+        stored: _builtins.bytes = ...,
+        evicted: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 
 @_typing.final
 class PoolExport(_message.Message):
