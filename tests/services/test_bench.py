@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from twostroke.errors import ConfigError
+from twostroke.services.cli import main
 from twostroke.services.commands.bench import bench, make_plan, parse_labels, parse_prefix, parse_sweep
 from twostroke.services.load_bench import BenchPlan, limits_of
 from twostroke.services.load_lengths import LogNormal, Uniform
@@ -33,7 +35,8 @@ def pair(**script: Any) -> tuple[StandIn, StandIn]:
 
 
 def plan(*words: str) -> BenchPlan:
-    context = bench.make_context("bench", list(words))
+    whole = click.Context(main, **main.context_settings)
+    context = bench.make_context("bench", list(words), parent=whole)
     return make_plan(context.params)
 
 
