@@ -13,6 +13,7 @@ from ..v1 import inference_pb2_grpc
 from .grpc_setup import open_channel
 
 CONNECT_S = 5.0
+_PASSED = "Deadline Exceeded"  # gRPC's own words
 _NOBODY = "failed to connect to all addresses"  # gRPC's own words
 _ERRORS: dict[grpc.StatusCode, type[TwostrokeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -106,4 +107,6 @@ class Client:
                 f"no gateway answers at {self._address}: start one with `twostroke up`, or name another with --address"
                 f" ({details.splitlines()[0].rpartition(': ')[2]})"
             )
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and _PASSED in details:  # said by gRPC, not by a gateway
+            details = "the deadline passed before the answer was complete"
         return _ERRORS.get(code, TwostrokeError)(f"{details} ({code.name})")

@@ -1,0 +1,45 @@
+"""docs/operations.md names only what there is: flags, variables, log lines, links."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from twostroke.engine.wheel import WHEEL_VARIABLE
+from twostroke.services.cli import main
+from twostroke.services.configure import setting_variables
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+
+
+def test_flags() -> None:
+    known = {word for command in main.commands.values() for option in command.params for word in option.opts}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) - {"--build"}  # docker's
+    assert len(named) > 15
+    assert named <= known
+
+
+def test_variables_and_commands() -> None:
+    assert set(re.findall(r"TWOSTROKE_\w+", TEXT)) <= setting_variables() | {WHEEL_VARIABLE}
+    for line in re.findall(r"`?twostroke ([a-z]+)[ `\n]", TEXT):
+        assert isinstance(main.commands.get(line), click.Command), line
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["waiting for worker", "not met in", "refused: ", "no prefill worker: decode workers compute prompts themselves",
+     "requests cannot be served: no decode worker", "killing it", "its death cannot be proven from here",
+     "sequences are cut after", "takes an address that is free", "no gateway answers at",
+     "requests are being served already",
+     "the client reads too slowly"],
+)  # fmt: skip
+def test_lines_that_processes_say(words: str) -> None:
+    assert words in TEXT
+    assert any(words in file.read_text(encoding="utf-8") for file in (ROOT / "services").glob("*.py"))
+
+
+def test_links() -> None:
+    for target in re.findall(r"\]\(([\w./-]+)\)", TEXT):
+        assert (ROOT / "docs" / target).is_file(), target
