@@ -30,17 +30,22 @@ class Measured:
 
     started: float = field(default_factory=time.monotonic)
     first_token_s: float = 0.0
-    gap01_s: float = 0.0  # from token 0 to token 1
+    gap01_s: float = 0.0  # from token 0 to token 1 of the answer that began first
     last_token_s: float = 0.0
-    tokens: int = 0
+    tokens: int = 0  # of all answers
+    _first: int | None = None  # the answer that began first, and its tokens
+    _tokens_of_first: int = 0
 
-    def note(self, count: int) -> None:
-        """`count` tokens came now."""
+    def note(self, count: int, answer: int = 0) -> None:
+        """`count` tokens of an answer came now."""
         now = time.monotonic() - self.started
         if count and not self.tokens:
             self.first_token_s = now
-        if self.tokens < 2 <= self.tokens + count:
-            self.gap01_s = now - self.first_token_s
+            self._first = answer
+        if answer == self._first:
+            if self._tokens_of_first < 2 <= self._tokens_of_first + count:
+                self.gap01_s = now - self.first_token_s
+            self._tokens_of_first += count
         if count:
             self.last_token_s = now
         self.tokens += count
@@ -92,7 +97,7 @@ class Client:
         call = self.start(request, timeout_s)
         try:
             async for piece in call:
-                measured.note(len(piece.token_ids))
+                measured.note(len(piece.token_ids), piece.sample)
                 yield piece
         except grpc.aio.AioRpcError as error:
             raise self._readable(error, connecting=False) from error

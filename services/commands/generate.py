@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
     from ..client import Client, Measured
 
+MAX_ANSWERS = 16
 MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
 
 
@@ -37,6 +38,14 @@ MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option(
     "--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens to generate  [default: the model's context]"
+)
+@click.option(
+    "--n",
+    "answers",
+    type=click.IntRange(1, MAX_ANSWERS),
+    default=1,
+    metavar="N",
+    help="Independent answers to the prompt, which is computed once  [default: 1]",
 )
 @sampling_flags
 @click.option(
@@ -127,7 +136,10 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
     from ...v1 import inference_pb2 as pb
 
     request = pb.GenerateRequest(
-        model=options["model"], logprobs=options["logprobs"], prompt_logprobs=options["prompt_logprobs"]
+        model=options["model"],
+        logprobs=options["logprobs"],
+        prompt_logprobs=options["prompt_logprobs"],
+        n=options.get("answers", 1),
     )
     if chat:
         if options["system"] is not None:
@@ -147,21 +159,26 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
 async def _show_text(
     client: "Client", request: "pb.GenerateRequest", timeout_s: float | None, measured: "Measured"
 ) -> None:
+    from ..answer_order import AnswerOrder
+
     finish = None
     begun = False
     on_terminal = sys.stdout.isatty()
+    order, last = AnswerOrder(max(1, request.n)), request.n - 1
     try:
         async for piece in client.generate(request, timeout_s, measured):
-            begun = True
-            sys.stdout.write(printable(piece.text) if on_terminal else piece.text)
-            sys.stdout.flush()
+            for answer, text, whole in order.push(piece.sample, piece.text, ended=piece.HasField("finish")):
+                begun = True
+                sys.stdout.write(printable(text) if on_terminal else text)
+                sys.stdout.write("\n\n" if whole and answer < last else "")
+                sys.stdout.flush()
             finish = piece.finish if piece.HasField("finish") else finish
     finally:
         if begun:  # an error takes a line of its own
             sys.stdout.write("\n")
             sys.stdout.flush()
     if finish is not None:
-        click.echo(click.style(summary(finish, measured), dim=True), err=True)
+        click.echo(click.style(summary(finish, measured, request.n), dim=True), err=True)
 
 
 async def _show_json(
@@ -186,11 +203,17 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
-def summary(finish: "pb.Finish", measured: "Measured") -> str:
-    """The timings, in two lines: what the client saw, and where the gateway says the time went."""
+def summary(finish: "pb.Finish", measured: "Measured", answers: int = 1) -> str:
+    """The timings, in two lines: what the client saw, and where the gateway says the time went.
+
+    `finish`: of the last answer; of several, the tokens of all are told.
+    """
     usage, spent = finish.usage, finish.timings
     reason = {1: "stopped", 2: "length reached"}.get(finish.reason, "ended")
-    seen = [f"{usage.output_tokens} tokens ({reason})", f"first token {measured.first_token_s * 1000:.0f} ms"]
+    tokens = (
+        f"{usage.output_tokens} tokens ({reason})" if answers < 2 else f"{measured.tokens} tokens, {answers} answers"
+    )
+    seen = [tokens, f"first token {measured.first_token_s * 1000:.0f} ms"]
     if measured.tokens > 1:
         seen += [
             f"{measured.tokens_per_s:.1f} tokens/s",

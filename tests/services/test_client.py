@@ -50,12 +50,15 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 if self.error is not None and index == self.after:
                     await context.abort(*self.error)
                 yield pb.GenerateResponse(first_index=index, token_ids=[index + 5], text=text)
+                for sample in range(1, request.n):
+                    yield pb.GenerateResponse(first_index=index, token_ids=[9], text=f"{sample}", sample=sample)
             if self.hang:
                 await asyncio.Event().wait()
             finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH, seed=9, prefill_worker="p-0", decode_worker="d-0")
             finish.usage.CopyFrom(pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=4))
             finish.timings.CopyFrom(pb.Timings(queue_us=1500, prefill_us=2000, transfer_us=2500, gap01_us=7000))
-            yield pb.GenerateResponse(first_index=4, finish=finish)
+            for sample in reversed(range(request.n or 1)):
+                yield pb.GenerateResponse(first_index=4, finish=finish, sample=sample)
         finally:
             self.cancelled.set()
 
@@ -94,6 +97,15 @@ def test_measured_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (measured.first_token_s, measured.gap01_s, measured.last_token_s, measured.tokens) == (1.0, 0.5, 3.0, 5)
     assert measured.tokens_per_s == pytest.approx(2.0)
     assert Measured().tokens_per_s == 0
+
+
+def test_several_answers_are_measured_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.25, 1.5, 2.0, 3.0])
+    monkeypatch.setattr("twostroke.services.client.time.monotonic", lambda: next(clock))
+    measured = Measured(started=next(clock))
+    for answer in (2, 0, 0, 2, 1):
+        measured.note(1, answer)
+    assert (measured.first_token_s, measured.gap01_s, measured.last_token_s, measured.tokens) == (1.0, 1.0, 3.0, 5)
 
 
 async def test_no_gateway() -> None:
@@ -205,6 +217,16 @@ async def test_the_command_streams_text(gateway: tuple[Gateway, str]) -> None:
     assert "gap01 7.0 ms" in err
     assert "prompt 3 tokens, 1 cached, queue 1.5 ms, prefill 2.0 ms, transfer 2.5 ms, p-0 -> d-0, seed 9" in err
     assert servicer.requests[0].input.chat.messages[0].content == "why blue?"
+
+
+async def test_several_answers_come_one_after_another(gateway: tuple[Gateway, str]) -> None:
+    servicer, address = gateway
+    code, out, err = await run("--address", address, "--n", "3", "why")
+    assert (code, out) == (0, "".join(TEXTS) + "\n\n1111\n\n2222\n")
+    assert servicer.requests[0].n == 3
+    assert "12 tokens, 3 answers, first token " in err
+    code, out, err = await run("--address", address, "--n", "17", "why")
+    assert (code, out) == (2, "")
 
 
 async def test_the_command_reads_stdin_and_writes_json(gateway: tuple[Gateway, str]) -> None:
