@@ -53,7 +53,8 @@ def verify(
     """Compare the engine with transformers on MODEL.
 
     Each layer's output, the logits, greedy tokens, texts through the tokenizer; of the first layer that is off, the
-    weights beside the original's. Exit code 1 when something is off. Needs transformers (pip install 'twostroke[dev]'), and memory for two models.
+    weights beside the original's. Exit code 1 when something is off. Needs transformers (pip install 'twostroke[dev]')
+    and memory for two models.
 
     \b
     Example:
