@@ -211,11 +211,11 @@ async def test_a_gateway_without_workers(tiny_llama_dir: Path) -> None:
 async def test_ctrl_c_shows_what_was_seen(tiny_llama_dir: Path, tmp_path: Path) -> None:
     p, d = pair()
     result = tmp_path / "load.jsonl"
-    words = ["--sweep", "3,5", "--requests", "10", "--input", "8", "--output", "4", "--warmup", "0"]
+    words = ["--sweep", "3,5", "--requests", "60", "--input", "8", "--output", "4", "--warmup", "0"]
     async with cluster(tiny_llama_dir, p, d) as it:
         async with on_terminal("bench", "--address", it.address, *words, "--json", str(result)) as session:
-            await until(lambda: len(d.submits) >= 10)
-            await asyncio.sleep(0.01)  # the tenth plays by the script that it found
+            await until(lambda: len(d.submits) >= 60)
+            await asyncio.sleep(0.01)  # the last one plays by the script that it found
             d.script = Script(tokens=LONG, mute_after=1)  # the second run hangs
             await until(lambda: len(d.live) == 5)
             session.type("\x03")
@@ -225,7 +225,7 @@ async def test_ctrl_c_shows_what_was_seen(tiny_llama_dir: Path, tmp_path: Path) 
         await it.idle()
     made = lines(result.read_text())
     assert [line["figures"]["complete"] for line in made] == [True, False]
-    assert re.search(r"\n +3 +10 +0 ", session.text), repr(session.text)
+    assert re.search(r"\n +3 +60 +0 ", session.text), repr(session.text)
 
 
 async def test_ctrl_c_in_warm_up(tiny_llama_dir: Path) -> None:
