@@ -31,7 +31,7 @@ def test_variables_and_commands() -> None:
     "words",
     ["waiting for worker", "not met in", "refused: ", "no prefill worker: decode workers compute prompts themselves",
      "requests cannot be served: no decode worker", "killing it", "its death cannot be proven from here",
-     "sequences are cut after", "takes an address that is free", "no gateway answers at",
+     "requests are cut", "takes an address that is free", "no gateway answers at",
      "requests are being served already",
      "the client reads too slowly"],
 )  # fmt: skip

@@ -22,7 +22,7 @@ _LINES = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _SECONDS = click.FloatRange(0.001, 1e7)
 
 
-@click.command()
+@click.command(short_help="Load a running gateway and measure.")
 @click.option(
     "--address",
     envvar="TWOSTROKE_ADDRESS",
