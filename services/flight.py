@@ -55,6 +55,7 @@ class Flight:
         token comes out before they are complete."""
         self.key = key
         self.launched = False  # a part was sent, or it was tried
+        self.route = ""  # why these workers
         self._inbox = inbox
         self._first_index = first_index
         self._scores = scores or PromptScores(None)
@@ -127,6 +128,7 @@ class Flight:
             cached_tokens=computing.cached_tokens,
             prefill_worker=self._name(prefills=True),
             decode_worker=self._name(decodes=True),
+            route=self.route,
         )
 
     def _timings(self, *, prefills: bool = False, decodes: bool = False) -> SequenceTimings:
@@ -158,6 +160,9 @@ class Flight:
                 part.finished = part.finished or output.finish is not None
                 if output.prompt_logprobs is not None:
                     self._scores.add(output.prompt_logprobs)
+                elif part.prefills and not self._scores.complete:  # they come before its first token
+                    fault = TwostrokeError(f"{part.session.name} did not tell the prompt's log-probabilities")
+                    self._lost(part, Lost(fault, workers=(event.worker,)))
                 return self._merger.accept(output.first_index, output.tokens, output.finish)
             case Failed(code=code, message=message):
                 part.lost = True
