@@ -25,6 +25,7 @@ from twostroke.v1 import worker_pb2_grpc
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 EOS = 2
 FOREVER = 1_000_000
+SAMPLE_STEP = 40  # what is added to the tokens of each further sample
 
 
 @dataclass
@@ -53,6 +54,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         for key, value in format_.items():
             setattr(self.format, key, value)
         self.max_tokens = 2048
+        self.max_batch = 64
         self.ready = True
         self.frozen = False  # says nothing at all any more
         self.draining = False
@@ -96,7 +98,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             format=self.format,
             address=self.address,
             pages=self.pages,
-            max_batch=64,
+            max_batch=self.max_batch,
             max_tokens=self.max_tokens,
         )
 
@@ -155,15 +157,15 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             case "submit":
                 submit = message.submit
                 self.submits.append(submit)
-                key = (submit.request, submit.sample, submit.attempt)
-                mine.add(key)
-                self.live[key] = asyncio.create_task(self._play(gateway, submit, outbox))
-                self.live[key].add_done_callback(lambda _: (self.live.pop(key, None), self.changed.set()))
+                for sample in range(submit.sample, submit.sample + max(1, submit.samples)):
+                    self._begin((submit.request, sample, submit.attempt), gateway, submit, outbox, mine)
             case "cancel":
-                for request, attempt in zip(message.cancel.requests, message.cancel.attempts, strict=True):
+                cancel = message.cancel
+                samples = cancel.samples or [None] * len(cancel.requests)
+                for request, attempt, sample in zip(cancel.requests, cancel.attempts, samples, strict=True):
                     self.cancels[request] += 1
                     for key, task in list(self.live.items()):
-                        if key[0] == request and key[2] <= attempt:
+                        if key[0] == request and key[2] <= attempt and sample in (None, key[1]):
                             task.cancel()
             case "peers":
                 self.peers = list(message.peers.peers)
@@ -176,9 +178,16 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             case "set_role":
                 self.orders.append(message)
 
-    async def _play(self, gateway: int, submit: pb.Submit, outbox: asyncio.Queue[Any]) -> None:
+    def _begin(
+        self, key: tuple[int, int, int], gateway: int, submit: pb.Submit, outbox: asyncio.Queue[Any], mine: set[Any]
+    ) -> None:
+        mine.add(key)
+        self.live[key] = asyncio.create_task(self._play(gateway, submit, key[1], outbox))
+        self.live[key].add_done_callback(lambda _: (self.live.pop(key, None), self.changed.set()))
+
+    async def _play(self, gateway: int, submit: pb.Submit, sample: int, outbox: asyncio.Queue[Any]) -> None:
         script = self.script
-        output = [*script.tokens, EOS]
+        output = [*(token + SAMPLE_STEP * sample for token in script.tokens), EOS]
         finish = FinishReason.STOP
         if len(output) > submit.params.max_tokens:
             output, finish = output[: submit.params.max_tokens], FinishReason.LENGTH
@@ -187,7 +196,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         faulty = submit.attempt < script.fail_attempts
         if submit.work == pb.WORK_PREFILL:
             output = output[: first + 1] if script.first_tokens else output[:first]
-        key = SequenceKey(gateway, submit.request, submit.sample, submit.attempt)
+        key = SequenceKey(gateway, submit.request, sample, submit.attempt)
         for at in range(first, len(output), script.per_step):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
