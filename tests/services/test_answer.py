@@ -115,3 +115,39 @@ def test_times_by_the_gateway_s_clock(tokenizer: Tokenizer) -> None:
     one = feed(answer(tokenizer), [10], FinishReason.LENGTH)[-1].finish
     assert one is not None
     assert (one.timings.first_token, one.timings.gap01, one.timings.decode, one.timings.total) == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_stop_strings_do_not_count_before_min_tokens(tokenizer: Tokenizer, at_once: int) -> None:
+    ids = tokenizer.encode("ab STOP cd STOP ef")
+    second = len(tokenizer.encode("ab STOP cd STOP"))
+    early = len(tokenizer.encode("ab STOP"))
+    for least in (early, second - 1):
+        pieces = feed(answer(tokenizer, "STOP", min_tokens=least), ids, FinishReason.LENGTH, at_once=at_once)
+        assert "".join(piece.text for piece in pieces) == "ab STOP cd "
+        assert sum(len(piece.token_ids) for piece in pieces) == second
+    pieces = feed(answer(tokenizer, "STOP", min_tokens=early - 1), ids, FinishReason.LENGTH, at_once=at_once)
+    assert "".join(piece.text for piece in pieces) == "ab "
+    pieces = feed(answer(tokenizer, "STOP", min_tokens=second), ids, FinishReason.LENGTH, at_once=at_once)
+    assert "".join(piece.text for piece in pieces) == "ab STOP cd STOP ef"
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_an_included_stop_string_is_sent(tokenizer: Tokenizer, at_once: int) -> None:
+    ids = tokenizer.encode("ab STOP more")
+    pieces = feed(answer(tokenizer, "STOP", include_stop=True), ids, FinishReason.LENGTH, at_once=at_once)
+    assert "".join(piece.text for piece in pieces) == "ab STOP"
+    assert pieces[-1].finish is not None
+    assert pieces[-1].finish.stop_string == "STOP"
+
+
+def test_an_included_stop_token_is_sent_as_text(tokenizer: Tokenizer) -> None:
+    """An ordinary one through the stream, a special one by its name; an end of text that nobody listed is not."""
+    a, b = tokenizer.encode("a") + tokenizer.encode("b")
+    fields = {"include_stop": True, "stop_texts": {b: "", 2: "<|im_end|>"}}
+    for last, text in ((b, "b"), (2, "<|im_end|>"), (0, "")):
+        pieces = feed(answer(tokenizer, **fields), [a, last], FinishReason.STOP)
+        assert [piece.text for piece in pieces] == ["a", text]
+        assert pieces[-1].token_ids == [last]
+    finish = feed(answer(tokenizer, **fields), [a, b], FinishReason.LENGTH)[-1]
+    assert finish.text == "b"

@@ -13,7 +13,7 @@ import pytest
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import InvalidRequest
 from twostroke.services.generation import Timings, TokenInput
-from twostroke.services.inference import read_input, time_left, write_logprob, write_timings
+from twostroke.services.inference import read_input, read_sampling, time_left, write_logprob, write_timings
 from twostroke.services.validation import MAX_MESSAGES
 from twostroke.v1 import inference_pb2 as pb
 
@@ -54,6 +54,46 @@ async def test_every_field_reaches_the_workers(tiny_llama_dir: Path) -> None:
         entry = pieces[0].logprobs[0]
         assert (entry.token_id, entry.logprob) == (10, -0.5)
         assert [(top.token_id, top.logprob) for top in entry.top] == [(0, -1.0), (1, -2.0)]
+
+
+async def test_every_control_reaches_the_workers(tiny_llama_dir: Path) -> None:
+    tokenizer = Tokenizer.from_dir(tiny_llama_dir)
+    async with cluster(tiny_llama_dir, *pair()) as it:
+        sampling = pb.Sampling(
+            min_p=0.125,
+            typical_p=0.5,
+            repetition_penalty=1.5,
+            presence_penalty=-1.0,
+            frequency_penalty=2.0,
+            logit_bias={7: -2.5, 3: 1.0},
+            allowed_token_ids=[3, 7, 9],
+            banned_token_ids=[9, 9],
+            bad_words=["the"],
+        )
+        request = text_request(sampling=sampling)
+        request.stopping.CopyFrom(pb.Stopping(max_tokens=9, min_tokens=4, strings=["x"], include_stop=True))
+        await it.collect(request)
+        for worker in it.workers:
+            params = worker.submits[0].params
+            assert (params.min_p, params.typical_p, params.repetition_penalty) == (0.125, 0.5, 1.5)
+            assert (params.presence_penalty, params.frequency_penalty, params.min_tokens) == (-1.0, 2.0, 4)
+            assert dict(zip(params.bias_ids, params.bias_values, strict=True)) == {7: -2.5, 3: 1.0}
+            assert (list(params.allowed_ids), list(params.banned_ids)) == ([3, 7, 9], [9, 9])
+            words = [list(word.ids) for word in params.bad_words]
+            assert words == [tokenizer.encode("the"), tokenizer.encode(" the")]
+
+
+def test_of_lists_that_are_too_long_only_the_beginning_is_read() -> None:
+    sampling = read_sampling(
+        pb.Sampling(
+            allowed_token_ids=range(5000),
+            banned_token_ids=range(5000),
+            bad_words=["x"] * 5000,
+            logit_bias=dict.fromkeys(range(5000), 1.0),
+        )
+    )
+    lists = (sampling.allowed_token_ids, sampling.banned_token_ids, sampling.bad_words, sampling.logit_bias)
+    assert [len(one) for one in lists] == [1025] * 4
 
 
 async def test_defaults_are_filled_in(tiny_llama_dir: Path) -> None:

@@ -78,3 +78,34 @@ def test_failure_table(string: str) -> None:
         return max((n for n in range(1, len(prefix)) if prefix.endswith(prefix[:n])), default=0)
 
     assert failure_table(string) == [border(string[: i + 1]) for i in range(len(string))]
+
+
+def plain_from(strings: list[str], text: str, begin: int, include: bool) -> tuple[str, str | None]:
+    """As `plain`, for matches that end behind the first `begin` characters."""
+    for end in range(begin + 1, len(text) + 1):
+        matches = [string for string in strings if text[:end].endswith(string)]
+        if matches:
+            longest = max(matches, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.text("ab", max_size=6), max_size=6),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_matches_count_from_a_place_on(strings: list[str], pieces: list[str], silent: int, include: bool) -> None:
+    """Those that end within the first `silent` pieces do not; what was sent by then stays sent."""
+    stops = StopStrings(strings, include=include)
+    sent, matched = "", None
+    for index, piece in enumerate(pieces):
+        text, matched = stops.push(piece, counts=index >= silent)
+        sent += text
+        if matched is not None:
+            break
+    else:
+        sent += stops.flush()
+    begin = sum(map(len, pieces[:silent]))
+    assert (sent, matched) == plain_from(strings, "".join(pieces), begin, include)

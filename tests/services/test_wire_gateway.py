@@ -1,11 +1,14 @@
 """The gateway's end of the worker API against the worker's own."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.engine.request import (
     FinishReason,
+    PromptLogprobs,
     SamplingParams,
     SequenceKey,
     SequenceOutput,
@@ -13,7 +16,7 @@ from twostroke.engine.request import (
     Token,
     Work,
 )
-from twostroke.errors import Mismatch
+from twostroke.errors import InvalidRequest, Mismatch
 from twostroke.services.wire import pack_step, read_submit
 from twostroke.services.wire_gateway import make_cancel, make_submit, unpack_step
 from twostroke.v1 import worker_pb2 as pb
@@ -104,4 +107,85 @@ def test_an_unknown_finish_reason_is_refused() -> None:
     step = whole()
     step.finishes[0] = 9
     with pytest.raises(Mismatch, match="9"):
+        unpack_step(step, GATEWAY)
+
+
+ALL_PARAMS = SamplingParams(
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    seed=(1 << 64) - 1,
+    max_tokens=20,
+    stop_token_ids=(7,),
+    ignore_eos=True,
+    logprobs=0,
+    min_p=0.125,
+    typical_p=0.75,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias=((4, 1.0), (2, -8.0)),
+    allowed_token_ids=(4, 5),
+    banned_token_ids=(6,),
+    bad_words=((1,), (2, 3)),
+    min_tokens=3,
+    prompt_logprobs=0,
+)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), ALL_PARAMS])
+def test_all_parameters_arrive(params: SamplingParams) -> None:
+    request, _ = read_submit(GATEWAY, make_submit(KEY, Work.ALL, [1], params), 0.0)
+    assert request.params == params
+    assert all(getattr(ALL_PARAMS, f.name) != f.default for f in fields(SamplingParams))
+
+
+def test_absent_parameters_are_neutral() -> None:
+    """A sender of an earlier version: 0 where 1 is neutral."""
+    request, _ = read_submit(GATEWAY, pb.Submit(work=pb.WORK_ALL, params=pb.SamplingParams()), 0.0)
+    assert (request.params.typical_p, request.params.repetition_penalty, request.params.prompt_logprobs) == (1, 1, None)
+
+
+def test_a_bias_without_a_value() -> None:
+    params = pb.SamplingParams(bias_ids=[1, 2], bias_values=[0.5])
+    with pytest.raises(InvalidRequest) as caught:
+        read_submit(GATEWAY, pb.Submit(work=pb.WORK_ALL, params=params), 0.0)
+    assert caught.value.field == "logit_bias"
+
+
+def test_prompt_logprobs_arrive_with_their_sequence() -> None:
+    told = PromptLogprobs(3, [2, 1], [7, 8, 9], [-1.0, -2.0, -0.5])
+    other = SequenceKey(GATEWAY, 6, 0, 0)
+    step = pack_step(
+        4,
+        [
+            SequenceOutput(other, 0, [Token(1)], None, None),
+            SequenceOutput(KEY, 0, [], None, None, told),
+            SequenceOutput(KEY, 0, [Token(5)], None, None),
+        ],
+    ).step
+    first, second, third = unpack_step(step, GATEWAY)
+    assert (first.prompt_logprobs, third.prompt_logprobs) == (None, None)
+    assert (second.key, second.tokens) == (KEY, [])
+    got = second.prompt_logprobs
+    assert got is not None
+    assert (got.first_position, list(got.counts), list(got.ids), list(got.values)) == (
+        3,
+        told.counts,
+        told.ids,
+        told.values,
+    )
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        PromptLogprobs(1, [2], [7], [-1.0]),
+        PromptLogprobs(1, [1], [7], [-1.0, -2.0]),
+        PromptLogprobs(1, [1, 0], [7], [-1.0]),
+    ],
+)
+def test_prompt_logprobs_that_do_not_add_up(told: PromptLogprobs) -> None:
+    step = pack_step(4, [SequenceOutput(KEY, 0, [], None, None, told)]).step
+    with pytest.raises(Mismatch, match="do not add up"):
         unpack_step(step, GATEWAY)
