@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -17,6 +17,14 @@ from twostroke.v1 import worker_pb2_grpc
 PEER = pb.Peer(address="127.0.0.1:1", incarnation=99)
 
 
+Name: TypeAlias = int | tuple[int, int]
+
+
+def name_of(number: int, sample: int) -> Name:
+    """A request's number; of a further sample (number, sample)."""
+    return (number, sample) if sample else number
+
+
 class Gateway:
     """A scripted gateway: one session, everything that came on it."""
 
@@ -28,9 +36,9 @@ class Gateway:
         identity.incarnation = incarnation or identity.incarnation
         self.incarnation = identity.incarnation
         self.hello = pb.ToWorker(hello=pb.GatewayHello(identity=identity, model=model))
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.finishes: dict[int, FinishReason] = {}
-        self.failures: dict[int, pb.Failure] = {}
+        self.tokens: dict[Name, list[int]] = defaultdict(list)
+        self.finishes: dict[Name, FinishReason] = {}
+        self.failures: dict[Name, pb.Failure] = {}
         self.steps: list[pb.Step] = []
         self.statuses: list[pb.Status] = []
         self.worker_hello: pb.WorkerHello | None = None
@@ -91,14 +99,14 @@ class Gateway:
             case "step":
                 self.steps.append(message.step)
                 for output in unpack_step(message.step, self.incarnation):
-                    number = output.key.request
+                    number = name_of(output.key.request, output.key.sample)
                     assert output.first_index == len(self.tokens[number])
                     self.tokens[number] += [token.token_id for token in output.tokens]
                     if output.finish is not None:
                         assert number not in self.finishes
                         self.finishes[number] = output.finish
             case "failure":
-                self.failures[message.failure.request] = message.failure
+                self.failures[name_of(message.failure.request, message.failure.sample)] = message.failure
             case "status":
                 self.statuses.append(message.status)
 
@@ -121,8 +129,9 @@ class Gateway:
         message = make_submit(self.key(number, attempt), work, prompt, params, peer=other, start_now=True, **more)
         await self.write(pb.ToWorker(submit=message))
 
-    async def cancel(self, *numbers: int, attempt: int = 0) -> None:
-        await self.write(pb.ToWorker(cancel=pb.Cancel(requests=numbers, attempts=[attempt] * len(numbers))))
+    async def cancel(self, *numbers: int, attempt: int = 0, samples: Sequence[int] = ()) -> None:
+        attempts = [attempt] * len(numbers)
+        await self.write(pb.ToWorker(cancel=pb.Cancel(requests=numbers, attempts=attempts, samples=samples)))
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(30):
@@ -132,5 +141,5 @@ class Gateway:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def finished(self, *numbers: int) -> None:
+    async def finished(self, *numbers: Name) -> None:
         await self.until(lambda: all(n in self.finishes or n in self.failures for n in numbers))

@@ -198,3 +198,15 @@ def test_every_route_can_be_taken(workers: list[WorkerLoad], prompt: int, max_to
         assert not prefill.draining
         least = min(decode_cost(w, prompt, met.get(w.incarnation, 0)) for w in able if w.role is Role.DECODE)
         assert decode_cost(decode, prompt, met.get(decode.incarnation, 0)) == least
+
+
+def test_several_samples_need_a_wide_worker_and_a_page_each() -> None:
+    workers = [worker("p0", max_batch=1), worker("d0", max_batch=3), worker("d1", free_pages=10)]
+    route = choose(workers, 100, 10, {}, 4)
+    assert route is not None
+    assert (route.prefill, route.decode, route.start_now) == (NUMBERS["p0"], NUMBERS["d1"], True)
+    assert not choose([workers[0], worker("d1", free_pages=9)], 100, 10, {}, 4).start_now  # type: ignore[union-attr]
+    assert choose(workers[:2], 100, 10, {}, 4) is None
+    alone = choose([worker("p0", max_batch=4), *workers[1:]], 100, 1, {}, 4)
+    assert alone is not None
+    assert (alone.prefill, alone.decode) == (None, NUMBERS["p0"])

@@ -110,6 +110,12 @@ class Worker:
             while not await self.driver.call(condition):
                 await asyncio.sleep(0.005)
 
+    async def sessions_have(self, count: int) -> None:
+        """Waits until so many samples are here."""
+        async with asyncio.timeout(20):
+            while self.sessions.live != count:
+                await asyncio.sleep(0.005)
+
     async def empty(self) -> None:
         """Nothing may be left: on the loop, in the engine, in the pool."""
         self.runner.gate.set()
@@ -151,8 +157,8 @@ def prompt_of(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(VOCABULARY), k=length)
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens: list[int] = fake_runner.expected_tokens(prompt, count, VOCABULARY)
+def expected(prompt: list[int], count: int, sample: int = 0) -> list[int]:
+    tokens: list[int] = fake_runner.expected_tokens(prompt, count, VOCABULARY, sample=sample)
     return tokens
 
 
@@ -622,4 +628,68 @@ async def test_a_thousand_requests_cancelled_at_random_moments() -> None:
         for gateway in gateways:
             assert not gateway.failures
             await gateway.close()
+        await worker.empty()
+
+
+# Several samples
+
+
+async def test_samples_are_submitted_as_one_and_end_by_themselves() -> None:
+    async with serving() as worker, Gateway(worker.address) as gateway:
+        prompt = prompt_of(1, 21)
+        worker.runner.gate.clear()
+        await gateway.submit(1, prompt, 9, samples=3)
+        await worker.sessions_have(3)
+        worker.runner.gate.set()
+        names = [1, (1, 1), (1, 2)]
+        await gateway.finished(*names)
+        assert [gateway.tokens[name] for name in names] == [expected(prompt, 9, sample) for sample in range(3)]
+        await worker.empty()
+        assert worker.sessions.status().prefilled_tokens == 21
+
+
+@pytest.mark.parametrize("samples", [[0], [1], [0, 2], [0, 1, 2], []])
+async def test_a_cancel_names_one_sample_or_none(samples: list[int]) -> None:
+    """No samples: all of them."""
+    async with serving() as worker, Gateway(worker.address) as gateway:
+        prompt = prompt_of(2, 21)
+        worker.runner.gate.clear()
+        await gateway.submit(1, prompt, 9, samples=3)
+        await worker.sessions_have(3)
+        await gateway.cancel(*([1] * max(1, len(samples))), samples=samples)
+        rest = [sample for sample in range(3) if samples and sample not in samples]
+        await worker.sessions_have(len(rest))
+        worker.runner.gate.set()
+        names = [(1, sample) if sample else 1 for sample in rest]
+        await gateway.finished(*names)
+        assert dict(gateway.tokens) == {
+            name: expected(prompt, 9, sample) for name, sample in zip(names, rest, strict=True)
+        }
+        await worker.empty()
+
+
+async def test_every_sample_is_told_of_a_failure() -> None:
+    async with serving(max_batch=4) as worker, Gateway(worker.address) as gateway:
+        await gateway.submit(1, [1, 2], 9, samples=5)  # the engine refuses
+        await gateway.submit(2, [1, 2], 9, samples=3, output_ids=[4])
+        await gateway.submit(4, [1, 2], 9, samples=17)  # the wire does; no more are told of than there can be
+        worker.runner.gate.clear()
+        await gateway.submit(5, [1, 2], 9, samples=3)
+        await gateway.submit(5, [1, 2], 9, samples=1)  # there is one already
+        worker.runner.gate.set()
+        await gateway.until(lambda: len(gateway.failures) + len(gateway.finishes) >= 5 + 3 + 16 + 3)
+        told = [name if isinstance(name, int) else name[0] for name in gateway.failures]
+        assert [told.count(number) for number in (1, 2, 4, 5)] == [5, 3, 16, 1]
+        await worker.empty()
+
+
+async def test_a_held_prefill_counts_with_all_its_samples_until_it_is_released() -> None:
+    async with serving("prefill") as worker, Gateway(worker.address) as gateway:
+        await gateway.submit(1, prompt_of(3, 21), 9, Work.PREFILL, samples=3)
+        await gateway.until(lambda: len(gateway.tokens) == 3)
+        assert worker.sessions.live == 3
+        await gateway.cancel(1, samples=[0])
+        await worker.sessions_have(2)
+        await worker.call(lambda: worker.core.release(gateway.key(1)))
+        await worker.sessions_have(0)
         await worker.empty()

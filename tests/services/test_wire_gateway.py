@@ -84,7 +84,22 @@ def test_a_deadline_is_never_told_as_none(left: float | None, timeout_ms: int) -
 
 def test_cancel() -> None:
     cancel = make_cancel([KEY, SequenceKey(GATEWAY, 6, 0, 0)])
-    assert (list(cancel.requests), list(cancel.attempts)) == ([5, 6], [2, 0])
+    assert (list(cancel.requests), list(cancel.attempts), list(cancel.samples)) == ([5, 6], [2, 0], [0, 0])
+
+
+@pytest.mark.parametrize(("samples", "told"), [(1, 0), (2, 2), (16, 16)])
+def test_samples(samples: int, told: int) -> None:
+    made = make_submit(KEY, Work.ALL, [1], SamplingParams(), samples=samples)
+    assert made.samples == told
+    assert read_submit(GATEWAY, made, 0.0)[0].samples == samples
+
+
+@pytest.mark.parametrize(("first", "samples"), [(0, 17), (0, (1 << 32) - 1), ((1 << 32) - 1, 2)])
+def test_too_many_samples(first: int, samples: int) -> None:
+    made = make_submit(KEY._replace(sample=first), Work.ALL, [1], SamplingParams(), samples=samples)
+    with pytest.raises(InvalidRequest) as refused:
+        read_submit(GATEWAY, made, 0.0)
+    assert refused.value.field == "samples"
 
 
 def whole() -> pb.Step:
