@@ -13,6 +13,7 @@ from .config import DType, EngineOptions
 from .core import EngineCore
 from .memory import KVPlan, plan_kv
 from .model_config import ModelConfig
+from .prefix_cache import cache_root
 from .runner import ModelRunner
 from .weights import load_weights
 
@@ -63,7 +64,7 @@ def build_engine(
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        cache_root=_cache_root(fingerprint, plan),
+        cache_root=cache_root(fingerprint, plan.dtype, plan.page_size),
         clock=clock,
     )
     return Engine(core, config, plan, pool, runner)
@@ -81,8 +82,3 @@ def _pool(plan: KVPlan, dtype: torch.dtype, device: str, allocate: Callable[[int
     if flat.numel() != plan.nbytes or flat.dtype != torch.uint8:
         raise ConfigError(f"the pool's memory is {flat.numel()} x {flat.dtype}, not {plan.nbytes} bytes")
     return flat.view(dtype).view(plan.shape)
-
-
-def _cache_root(fingerprint: str, plan: KVPlan) -> bytes:
-    """Model and KV format: pages of another one must never be found."""
-    return f"{fingerprint}/{plan.dtype}/{plan.page_size}".encode()

@@ -5,9 +5,15 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from ..errors import TwostrokeError
+from .cache_changes import LIMIT, CacheChanges, Changes
 from .request import SequenceKey
 
 DIGEST_BYTES = 16
+
+
+def cache_root(fingerprint: str, kv_dtype: str, page_size: int) -> bytes:
+    """Names a model and a KV format: pages of another one must never be found."""
+    return f"{fingerprint}/{kv_dtype}/{page_size}".encode()
 
 
 def root_digest(cache_root: bytes, salt: bytes) -> bytes:
@@ -33,6 +39,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
+        self._changes = CacheChanges()
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -53,7 +60,9 @@ class PrefixCache:
             raise TwostrokeError(f"page {page} is registered with other content")
         if self._pages.setdefault(digest, page) != page:
             return False
-        self._digests[page] = digest
+        if page not in self._digests:
+            self._digests[page] = digest
+            self._changes.stored(digest)
         return True
 
     def digest_of(self, page: int) -> bytes | None:
@@ -62,7 +71,17 @@ class PrefixCache:
 
     def forget(self, page: int) -> None:
         """`page` gets other content: it is not to be found any more."""
-        del self._pages[self._digests.pop(page)]
+        digest = self._digests.pop(page)
+        del self._pages[digest]
+        self._changes.evicted(digest)
+
+    def take_changes(self) -> Changes:
+        """What it gained and lost since the last call."""
+        return self._changes.take() or self.everything()
+
+    def everything(self) -> Changes:
+        """All that it has, for whoever knows nothing yet; of very many pages the newest ones."""
+        return Changes(True, list(self._pages)[-LIMIT:], [])
 
     def entries(self) -> dict[bytes, int]:
         """A copy of the map, for checks."""

@@ -1,21 +1,27 @@
 """Takes an attempt of a request to its workers: routes it and submits its parts."""
 
 import logging
+import random
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ..engine.request import SamplingParams, Work
 from ..v1 import worker_pb2 as pb
 from .fleet import Fleet
 from .flight import Flight, Part
 from .generation import GenerationRequest
+from .prefixes import MAX_DIGESTS, ExpectedPages, prefix_digests
 from .prompt_scores import PromptScores
-from .router import MAX_HASHES, PrefixAffinity, Role, Route, WorkerLoad, choose, prefix_hashes
+from .router import Role, Route, WorkerLoad, choose
 from .validation import clean_traceparent
 from .wire_gateway import make_submit
 
-AFFINITY_PAGES = 64 * MAX_HASHES
+EXPECTED_PAGES = 64 * MAX_DIGESTS
+
+Routing = Literal["prefix", "load", "random"]
+"""By cached prefix and load; by load alone; or at random, to compare with."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +44,13 @@ class Job:
 class Dispatcher:
     """What all requests share; one loop owns it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, routing: Routing = "prefix", local_tokens: int = 0) -> None:
+        """`local_tokens`: a decode worker that has to compute no more of a prompt does that itself."""
         self.fleet = fleet
-        self._affinity = PrefixAffinity(AFFINITY_PAGES)
-        self._living: frozenset[int] = frozenset()  # incarnations that the affinity may know
+        self._routing = routing
+        self._local_tokens = local_tokens
+        self._expected = ExpectedPages(EXPECTED_PAGES)
+        self._living: frozenset[int] = frozenset()  # incarnations of which something may be expected
         self._prefill_missed = False
 
     def launch(
@@ -54,6 +63,9 @@ class Dispatcher:
         """
         samples = [flight, *siblings]
         route = self._route(job, output_ids, avoid, len(samples))
+        for sample in samples:
+            sample.route = route.reason
+        logger.debug("request %s: %s", job.request.request_id, route.reason)
         decode = self.fleet.session(route.decode)
         alone = route.prefill is None and decode.load.role is Role.DECODE
         self._tell_mode(alone=alone and not self.fleet.count(Role.PREFILL))
@@ -73,24 +85,39 @@ class Dispatcher:
             raise self.fleet.unavailable()
         self._forget_the_gone(loads)
         known = [*job.prompt_ids, *output_ids]
-        hashes = prefix_hashes(known, loads[0].page_size, job.request.cache_salt)
-        met = self._affinity.lookup(hashes)
+        session = self.fleet.session(loads[0].incarnation)  # all have one model and format
+        chain = prefix_digests(known, loads[0].page_size, session.cache_root, job.request.cache_salt)
+        met = self._met(loads, chain)
         left = job.params.max_tokens - len(output_ids)
 
         def chosen(among: list[WorkerLoad]) -> Route | None:
-            return choose(among, len(known), left, met, samples)
+            return choose(among, len(known), left, met, samples, local_tokens=self._local_tokens)
 
-        route = chosen([load for load in loads if load.incarnation not in avoid]) or chosen(loads)
+        able = [load for load in loads if load.incarnation not in avoid]
+        if self._routing == "random":
+            able = [random.choice(found) for role in Role if (found := [load for load in able if load.role is role])]
+        route = chosen(able) or chosen(loads)
         if route is None:
             raise self.fleet.unavailable()
-        self._affinity.record(hashes, [worker for worker in (route.prefill, route.decode) if worker is not None])
+        self._expected.record(chain, [worker for worker in (route.prefill, route.decode) if worker is not None])
         return route
+
+    def _met(self, loads: list[WorkerLoad], chain: list[bytes]) -> dict[int, int]:
+        """Leading pages of the prompt that workers have, by their own word, or were sent a moment ago."""
+        if self._routing != "prefix" or not chain:
+            return {}
+        met = self._expected.lookup(chain)
+        for load in loads:
+            pages = self.fleet.session(load.incarnation).cached.leading(chain)
+            if pages > met.get(load.incarnation, 0):
+                met[load.incarnation] = pages
+        return met
 
     def _forget_the_gone(self, loads: list[WorkerLoad]) -> None:
         """What a worker had cached went with it; else each restart would leave an incarnation at its pages for good."""
         living = frozenset(load.incarnation for load in loads)
         if self._living - living:
-            self._affinity.forget(living)
+            self._expected.forget(living)
         self._living = living
 
     def _tell_mode(self, *, alone: bool) -> None:

@@ -75,6 +75,8 @@ class Gateway:
             slow_reader_s=settings.slow_reader_s,
             max_attempts=settings.max_attempts,
             replay_wait_s=settings.replay_wait_s,
+            routing=settings.routing,
+            local_prefill_tokens=settings.local_prefill_tokens,
         )
         self._server = create_server((ErrorInterceptor(),), max_message_bytes=settings.max_message_bytes)
         self._health: Health | None = None

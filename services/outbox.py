@@ -33,6 +33,11 @@ class Outbox(Generic[M]):
         return self._bytes == 0
 
     @property
+    def free(self) -> int:
+        """Bytes that may still be put."""
+        return max(0, self._limit - self._bytes)
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed

@@ -1,8 +1,6 @@
 """Picks the workers of a request: pure functions over what is known of each worker."""
 
-import hashlib
-from array import array
-from collections import OrderedDict
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +9,7 @@ AFFINITY = (
     4.0  # a cached token is worth this many tokens of longer queue: sharing saves the pool's pages and others' time
 )
 DECODE_AFFINITY = 0.25  # a fully cached prompt is worth this share of a worker's load
-MAX_HASHES = 1024  # leading pages of a prompt that are remembered
+MAX_COMPARED = 3  # candidates that a reason names, the chosen one counted in
 
 
 class Role(IntEnum):
@@ -70,6 +68,7 @@ class Route:
     start_now: bool
     prefill_tokens: int  # to be computed
     pages: int  # that the prompt and one token take
+    reason: str = ""  # the figures that decided, for people
 
 
 def pages_of(tokens: int, page_size: int) -> int:
@@ -77,65 +76,20 @@ def pages_of(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def prefix_hashes(prompt_ids: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
-    """Hash chain over the leading full pages, the last token left out: a computing side's hit ends before it."""
-    chain = hashlib.blake2b(salt, digest_size=16).digest()
-    hashes: list[bytes] = []
-    for page in range(min(MAX_HASHES, (len(prompt_ids) - 1) // page_size)):
-        ids = array("Q", prompt_ids[page * page_size : (page + 1) * page_size])
-        chain = hashlib.blake2b(chain + ids.tobytes(), digest_size=16).digest()
-        hashes.append(chain)
-    return hashes
-
-
-class PrefixAffinity:
-    """Which workers met which prefixes lately, by page hash; a bounded, least-recently-used memory."""
-
-    def __init__(self, capacity: int) -> None:
-        """`capacity`: page hashes that are remembered."""
-        self._capacity = capacity
-        self._seen: OrderedDict[bytes, frozenset[int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def lookup(self, hashes: Sequence[bytes]) -> dict[int, int]:
-        """For each worker that met the first page: how many leading pages it met."""
-        met: dict[int, int] = {}
-        for depth, page in enumerate(hashes):
-            workers = [w for w in self._seen.get(page, frozenset()) if met.get(w, 0) == depth]
-            if not workers:
-                break
-            for worker in workers:
-                met[worker] = depth + 1
-        return met
-
-    def record(self, hashes: Sequence[bytes], workers: Iterable[int]) -> None:
-        """These workers meet this prompt now."""
-        added = frozenset(workers)
-        for page in reversed(hashes):  # so that a prefix's first pages are forgotten last
-            self._seen[page] = self._seen.get(page, frozenset()) | added
-            self._seen.move_to_end(page)
-        while len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
-
-    def forget(self, living: Iterable[int]) -> None:
-        """Drops all workers but these."""
-        keep = frozenset(living)
-        for page, workers in list(self._seen.items()):
-            if left := workers & keep:
-                self._seen[page] = left
-            else:
-                del self._seen[page]
-
-
 def choose(
-    workers: Iterable[WorkerLoad], prompt_tokens: int, max_tokens: int, met: Mapping[int, int], samples: int = 1
+    workers: Iterable[WorkerLoad],
+    prompt_tokens: int,
+    max_tokens: int,
+    met: Mapping[int, int],
+    samples: int = 1,
+    *,
+    local_tokens: int = 0,
 ) -> Route | None:
-    """The route of a prompt; `met` as `PrefixAffinity.lookup` gives it. None where no worker can take it now.
+    """The route of a prompt; `met`: leading pages that workers have or will have. None where nobody can take it now.
 
     A pair of prefill and decode worker, or one worker for all: where there is no prefill worker, where a worker of role
-    both is less busy, and (on a prefill worker) where `max_tokens` is 1, as nothing is left to decode.
+    both is less busy, where the decode worker has to compute no more than `local_tokens`, and (on a prefill worker)
+    where `max_tokens` is 1, as nothing is left to decode.
     """
     able = [worker for worker in workers if not worker.draining]
     wide = [worker for worker in able if samples <= worker.max_batch]  # all samples run at once
@@ -143,26 +97,37 @@ def choose(
     whole = [w for w in wide if w.role is Role.BOTH and prompt_tokens + max_tokens <= w.max_tokens]
     decode = [w for w in wide if w.role is Role.DECODE and prompt_tokens + max_tokens <= w.max_tokens]
 
-    def cost(worker: WorkerLoad) -> float:
-        return prefill_cost(worker, prompt_tokens, met.get(worker.incarnation, 0))
+    def computing(among: Sequence[WorkerLoad]) -> _Choice:
+        return _cheapest(among, lambda w: prefill_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
+
+    def alone(choice: _Choice, why: str) -> Route:
+        worker = choice.worker
+        reason = f"{worker.name} alone, {why} ({_cached(worker, prompt_tokens, met)}; {choice})"
+        pages = pages_of(prompt_tokens + 1, worker.page_size)
+        return Route(None, worker.incarnation, True, uncached(worker, prompt_tokens, met), pages, reason)
 
     single = [*(w for w in prefill if w in wide), *whole]
     if max_tokens == 1 and single:
-        return _alone(_least(single, cost), prompt_tokens, met)
-    computing = [*whole, *prefill] if decode else whole
-    best = _least(computing, cost) if computing else None
-    if best is None:
-        return _alone(_least(decode, cost), prompt_tokens, met) if decode else None
-    if best.role is Role.BOTH:
-        return _alone(best, prompt_tokens, met)
-    target = _least(decode, lambda w: decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
-    need = pages_of(prompt_tokens + 1, target.page_size) + samples - 1 - met.get(target.incarnation, 0)
+        return alone(computing(single), "as one token is wanted")
+    candidates = [*whole, *prefill] if decode else whole
+    if not candidates:
+        return alone(computing(decode), "as no prefill worker is there") if decode else None
+    best = computing(candidates)
+    if best.worker.role is Role.BOTH:
+        return alone(best, "as it does both")
+    target = _cheapest(decode, lambda w: decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
+    if uncached(target.worker, prompt_tokens, met) <= local_tokens:
+        return alone(target, f"as at most {local_tokens} tokens are to be computed")
+    pages = pages_of(prompt_tokens + 1, target.worker.page_size)
+    parts = [f"{name} {c.worker.name} ({_cached(c.worker, prompt_tokens, met)}; {c})" for name, c in
+             (("prefill", best), ("decode", target))]  # fmt: skip
     return Route(
-        prefill=best.incarnation,
-        decode=target.incarnation,
-        start_now=need <= target.free_pages,
-        prefill_tokens=uncached(best, prompt_tokens, met),
-        pages=pages_of(prompt_tokens + 1, target.page_size),
+        prefill=best.worker.incarnation,
+        decode=target.worker.incarnation,
+        start_now=pages + samples - 1 - met.get(target.worker.incarnation, 0) <= target.worker.free_pages,
+        prefill_tokens=uncached(best.worker, prompt_tokens, met),
+        pages=pages,
+        reason=", ".join(parts),
     )
 
 
@@ -185,11 +150,26 @@ def uncached(worker: WorkerLoad, prompt_tokens: int, met: Mapping[int, int]) -> 
     return max(1, prompt_tokens - met.get(worker.incarnation, 0) * worker.page_size)
 
 
-def _alone(worker: WorkerLoad, prompt_tokens: int, met: Mapping[int, int]) -> Route:
-    pages = pages_of(prompt_tokens + 1, worker.page_size)
-    return Route(None, worker.incarnation, True, uncached(worker, prompt_tokens, met), pages)
+def _cached(worker: WorkerLoad, prompt_tokens: int, met: Mapping[int, int]) -> str:
+    return f"{min(prompt_tokens, met.get(worker.incarnation, 0) * worker.page_size)} of {prompt_tokens} tokens cached"
 
 
-def _least(workers: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], float]) -> WorkerLoad:
-    """The cheapest; among equals the one with the fewest sequences, then the first by name."""
-    return min(workers, key=lambda worker: (cost(worker), worker.sequences, worker.name, worker.incarnation))
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The cheapest of some workers, and what it and the next ones cost."""
+
+    worker: WorkerLoad
+    costs: list[tuple[float, str]]
+    of: int
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{name} {cost:.4g}" for cost, name in self.costs)
+        return f"costs of {self.of}: {costs}"
+
+
+def _cheapest(workers: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], float]) -> _Choice:
+    """Among equals the one with the fewest sequences, then the first by name."""
+    ranked = heapq.nsmallest(
+        MAX_COMPARED, ((cost(w), w.sequences, w.name, w.incarnation, i) for i, w in enumerate(workers))
+    )
+    return _Choice(workers[ranked[0][4]], [(entry[0], entry[2]) for entry in ranked], len(workers))

@@ -68,6 +68,7 @@ class Session:
         self.outbox: Outbox[pb.FromWorker] = Outbox(buffer_bytes)
         self.ended: asyncio.Future[TwostrokeError | None] = asyncio.get_running_loop().create_future()
         self.heard = owner.clock()
+        self.knows_cache = False  # was told all that the prefix cache has, and since then its changes
         self._owner = owner
         self._live: dict[int, dict[SequenceKey, Work]] = {}  # by request number
         self._count = 0
@@ -117,6 +118,14 @@ class Session:
     def tell_status(self, status: pb.Status) -> None:
         """Sends the load. Also beside other messages: a busy worker's load counts most, and that it drains."""
         self._send(pb.FromWorker(status=status))
+
+    def tell_cache(self, events: pb.CacheEvents) -> None:
+        """Sends changes of the prefix cache; tokens go first: where room is short, all is told anew later."""
+        message = pb.FromWorker(cache=events)
+        if not self.knows_cache or 2 * message.ByteSize() > self.outbox.free:
+            self.knows_cache = False
+        else:
+            self._send(message)
 
     def fail_all(self, error: TwostrokeError) -> None:
         """Gives all sequences up and tells the gateway about each."""

@@ -77,6 +77,10 @@ class Sessions:
         log.info("gateway %s connected", gateway.name)
         return session
 
+    def all(self) -> tuple[Session, ...]:
+        """Those that are open."""
+        return tuple(self._open.values())
+
     async def run(self) -> None:
         """Each second: tells every gateway the load, and ends the sessions of those that went silent."""
         while True:

@@ -142,6 +142,10 @@ class GatewaySettings(Settings):
     """Attempts of a request in all: one that loses a worker is replayed on others; 1: never."""
     replay_wait_s: Seconds = 30
     """A request that lost its worker waits so long for another one, in seconds."""
+    routing: Literal["prefix", "load", "random"] = "prefix"
+    """Workers are chosen by cached prefix and load, by load alone, or at random (to compare with)."""
+    local_prefill_tokens: int = Field(0, ge=0, le=_TOKENS)
+    """A decode worker that has at most so many prompt tokens to compute does that itself; 0: never."""
 
 
 class WorkerSettings(Settings):

@@ -17,6 +17,7 @@ from ..errors import ConfigError, TwostrokeError, Unavailable
 from ..kvtransfer.process import host_id
 from ..v1 import worker_pb2 as pb
 from ..v1 import worker_pb2_grpc
+from .cache_publisher import CachePublisher
 from .driver import Driver
 from .grpc_setup import Health, add_health_and_reflection, bind, create_server
 from .identity import ProcessIdentity, draw_identity
@@ -124,7 +125,9 @@ class Worker:
 
     async def _serve_until_stopped(self, stopping: Stopping) -> None:
         self._servicer.open(self._hello(), self._sessions, self._role.links)
-        background = [asyncio.create_task(self._sessions.run()), asyncio.create_task(self._abandon_if_hung())]
+        publisher = CachePublisher(self._driver, self._loaded.engine.core.pool.prefix)
+        works = (self._sessions.run(), publisher.run(self._sessions.all), self._abandon_if_hung())
+        background = [asyncio.create_task(work) for work in works]
         try:
             await self._health.set_serving(True)
             log.info("ready: %s on %s", self._loaded.form.model, self._address)

@@ -7,11 +7,13 @@ import asyncio
 import time
 from collections.abc import Iterable
 
+from ..engine.prefix_cache import cache_root
 from ..engine.request import SequenceKey
 from ..errors import Mismatch, Unavailable
 from ..v1 import worker_pb2 as pb
 from .inbox import Event, Failed, Gone, Inbox, Output
 from .outbox import Outbox
+from .prefixes import CachedPages
 from .router import Role, WorkerLoad
 from .wire_gateway import make_cancel, unpack_step
 
@@ -47,7 +49,8 @@ class WorkerSession:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.heard = time.monotonic()
         self.status = pb.Status(free_pages=hello.pages, pages=hello.pages)  # the last one
-        self.cached: set[bytes] = set()  # digests of pages in its prefix cache, as far as it told
+        self.cached = CachedPages(hello.pages)
+        self.cache_root = cache_root(hello.format.fingerprint, hello.format.kv_dtype, hello.format.page_size)
         self._gateway = gateway
         self._inboxes: dict[SequenceKey, Inbox] = {}
         self._beats = 0
@@ -106,6 +109,8 @@ class WorkerSession:
                 self._put(key, Failed(self.incarnation, failure.code, failure.message))
             case "status":
                 self._report(message.status)
+            case "cache":
+                self.cached.apply(message.cache)
             case "hello":
                 raise Mismatch("a second hello")
             case _:  # what a later version may say

@@ -127,8 +127,8 @@ def undrain(worker: str, address: str) -> None:
 def role(worker: str, role: str, address: str, force: bool, wait: bool, timeout_s: float) -> None:
     """Make WORKER a prefill, decode or both worker.
 
-    WORKER is a name, or host:port. It finishes what it has, ends, and comes back at the same address; requests that take longer than its --drain-s go
-    on at other workers.
+    WORKER is a name, or host:port. It finishes what it has, ends, and comes back at the same address; requests that
+    take longer than its --drain-s go on at other workers.
 
     \b
     Example:

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twostroke.services.prefixes import ExpectedPages, prefix_digests
 from twostroke.services.router import (
-    PrefixAffinity,
     Role,
     WorkerLoad,
     choose,
     decode_cost,
     pages_of,
-    prefix_hashes,
 )
 
 PAGE = 16
@@ -86,16 +85,16 @@ def test_start_now_if_the_free_pages_cover_the_prompt_and_a_token(free: int, met
 
 def test_cold_twins_go_to_one_prefill_worker() -> None:
     workers = [worker("p0"), worker("p1"), worker("d0", pages=10_000, free_pages=10_000)]
-    affinity = PrefixAffinity(1000)
+    expected = ExpectedPages(1000)
     chosen = []
     for twin in range(64):
         prompt = [*range(960), *range(5000 + twin * 40, 5040 + twin * 40)]
         workers[2].max_tokens = workers[0].max_tokens = workers[1].max_tokens = 4000
-        hashes = prefix_hashes(prompt, PAGE)
-        route = choose(workers, len(prompt), 10, affinity.lookup(hashes))
+        chain = prefix_digests(prompt, PAGE, b"root")
+        route = choose(workers, len(prompt), 10, expected.lookup(chain))
         assert route is not None
         assert route.prefill is not None
-        affinity.record(hashes, [route.prefill, route.decode])
+        expected.record(chain, [route.prefill, route.decode])
         next(w for w in workers if w.incarnation == route.prefill).charge(route.prefill_tokens, route.pages)
         chosen.append(route.prefill)
     assert len(set(chosen)) == 1
@@ -127,37 +126,27 @@ def test_loads_follow_what_is_sent_and_what_comes_back() -> None:
     assert (load.waiting_tokens, load.free_pages, load.sequences, load.draining) == (0, 100, 2, True)
 
 
-def test_hashes_chain_over_full_pages_and_leave_out_the_last_token() -> None:
-    assert prefix_hashes([1] * 16, PAGE) == []
-    assert len(prefix_hashes([1] * 17, PAGE)) == 1
-    first = prefix_hashes([*range(32), 1], PAGE)
-    assert prefix_hashes([*range(32), 2], PAGE) == first
-    assert prefix_hashes([99, *range(1, 32), 1], PAGE)[1] != first[1]
-    assert prefix_hashes([*range(32), 1], PAGE, b"tenant")[0] != first[0]
+def test_the_reason_names_the_figures() -> None:
+    workers = [worker("p0", waiting_tokens=5), worker("p1"), worker("d0"), worker("d1", sequences=4)]
+    route = choose(workers, 100, 10, {NUMBERS["p1"]: 2, NUMBERS["d0"]: 6})
+    assert route is not None
+    assert route.reason == (
+        "prefill p1 (32 of 100 tokens cached; costs of 2: p1 -28, p0 105), "
+        "decode d0 (96 of 100 tokens cached; costs of 2: d0 -0.24, d1 0.5)"
+    )
+    alone = choose([worker("d0")], 100, 10, {})
+    assert alone is not None
+    assert alone.reason == "d0 alone, as no prefill worker is there (0 of 100 tokens cached; costs of 1: d0 100)"
 
 
-def test_affinity_counts_leading_pages_only() -> None:
-    affinity = PrefixAffinity(10)
-    a, b, c = prefix_hashes([*range(48), 1], PAGE)
-    affinity.record([a, b], [1])
-    affinity.record([a, b, c], [2])
-    assert affinity.lookup([a, b, c]) == {1: 2, 2: 3}
-    assert affinity.lookup([b, c]) == {1: 1, 2: 2}
-    assert affinity.lookup([c]) == {2: 1}
-    affinity.record([c], [3])
-    assert affinity.lookup([a, b, c]) == {1: 2, 2: 3}
-    affinity.forget([1])
-    assert affinity.lookup([a, b, c]) == {1: 2}
-    assert len(affinity) == 2
-
-
-def test_affinity_forgets_the_oldest_and_a_prefix_from_its_end() -> None:
-    affinity = PrefixAffinity(3)
-    old, new = prefix_hashes([*range(48), 1], PAGE), prefix_hashes([*range(100, 132), 1], PAGE)
-    affinity.record(old, [1])
-    affinity.record(new, [1])
-    assert affinity.lookup(old) == {1: 1}
-    assert affinity.lookup(new) == {1: 2}
+@pytest.mark.parametrize(
+    ("local", "met", "expected"), [(0, 6, "p0"), (4, 6, ""), (3, 6, "p0"), (100, 0, ""), (99, 0, "p0")]
+)
+def test_a_decode_worker_computes_little_itself(local: int, met: int, expected: str) -> None:
+    route = choose([worker("p0"), worker("d0")], 100, 10, {NUMBERS["d0"]: met}, local_tokens=local)
+    assert route is not None
+    assert route.prefill == (NUMBERS["p0"] if expected else None)
+    assert route.decode == NUMBERS["d0"]
 
 
 LOADS = st.builds(
