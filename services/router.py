@@ -106,7 +106,7 @@ def choose(
         pages = pages_of(prompt_tokens + 1, worker.page_size)
         return Route(None, worker.incarnation, True, uncached(worker, prompt_tokens, met), pages, reason)
 
-    single = [*(w for w in prefill if w in wide), *whole]
+    single = [*(w for w in prefill if samples <= w.max_batch), *whole]
     if max_tokens == 1 and single:
         return alone(computing(single), "as one token is wanted")
     candidates = [*whole, *prefill] if decode else whole
