@@ -1,11 +1,11 @@
 """One step's work, as the scheduler hands it to the model runner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from .logit_rules import LogitRules
-from .request import ChunkProgress, PromptLogprobs, SamplingParams, SequenceKey
+from .request import ChunkProgress, PromptLogprobs, SamplingParams, SequenceKey, Token
 
 
 @dataclass(slots=True)
@@ -37,3 +37,20 @@ class Row:
 LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]
 """Called by the runner, on the engine's thread, with a layer's index once that layer's KV of the step is written; only
 in steps that have PREFILL rows. It must not raise and must not touch the engine."""
+
+
+class Runner(Protocol):
+    """Computes steps (the model, or a stand-in in tests)."""
+
+    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
+        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order; fills in
+        `Row.scoring`.
+
+        Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
+        only during the call.
+        """
+        ...
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages of all layers: targets[i] gets the content of sources[i]. No page is in both."""
+        ...

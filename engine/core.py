@@ -2,51 +2,22 @@
 
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
-from dataclasses import replace
-from typing import Protocol
 
 from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
-from .batch import LayerHook, Row, Scoring
+from .batch import LayerHook, Runner
 from .block_pool import BlockPool
 from .config import EngineOptions
 from .integrity import check_integrity
 from .load import Load
+from .postprocess import Postprocessor
 from .prefix_cache import root_digest
-from .request import (
-    NO_TOKEN,
-    FinishReason,
-    Request,
-    SequenceKey,
-    SequenceOutput,
-    StepResult,
-    Token,
-    Work,
-    sample_keys,
-)
+from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, sample_keys
 from .roster import Roster
 from .scheduler import Schedule, Scheduler
 from .sequence import Sequence, State
-from .validate import check_request, nothing_left, token_limit
+from .validate import check_request, token_limit
 
 __all__ = ["EngineCore", "Load", "Runner"]
-
-
-class Runner(Protocol):
-    """Computes steps (the model, or a stand-in in tests)."""
-
-    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order; fills in
-        `Row.scoring`.
-
-        Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
-        only during the call.
-        """
-        ...
-
-    def copy_pages(self, sources: Many[int], targets: Many[int]) -> None:
-        """Copies pages of all layers: targets[i] gets the content of sources[i]. No page is in both."""
-        ...
 
 
 class EngineCore:
@@ -70,14 +41,15 @@ class EngineCore:
         self._options = options
         self._context_length = context_length
         self._vocab_size = vocab_size
-        self._eos = eos_token_ids
         self._cache_root = cache_root
         self._clock = clock
         self._roster = Roster(self.pool, page_size=options.page_size, caching=options.prefix_cache)
         self._scheduler = Scheduler(self._roster, options)
+        self._postprocessor = Postprocessor(
+            self._roster, runner, self._scheduler.admission.output_length, eos_token_ids=eos_token_ids, clock=clock
+        )
         self._added = 0
         self._steps = 0
-        self._prefilled = 0
         self._next_deadline = float("inf")  # none is earlier
 
     def add(self, request: Request) -> None:
@@ -124,12 +96,7 @@ class EngineCore:
     def abandon(self, key: SequenceKey) -> list[SequenceKey]:
         """Drops the sequence of that name with all samples that it carries still; returns these."""
         sequence = self._roster.live.get(key)
-        return [] if sequence is None else self._drop(sequence)
-
-    def _drop(self, sequence: Sequence) -> list[SequenceKey]:
-        carried = sequence.carried()
-        self._roster.drop(sequence)
-        return carried
+        return [] if sequence is None else self._roster.drop(sequence)
 
     def _carrier(self, key: SequenceKey) -> Sequence | None:
         return self._roster.live.get(key) or self._roster.siblings.get(key)
@@ -146,7 +113,7 @@ class EngineCore:
         timed = [(s.request.deadline, s) for s in self._roster.live.values() if s.request.deadline is not None]
         late = [sequence for deadline, sequence in timed if deadline <= now]
         self._next_deadline = min((deadline for deadline, _ in timed if deadline > now), default=float("inf"))
-        dropped = [key for sequence in late for key in self._drop(sequence)]
+        dropped = [key for sequence in late for key in self._roster.drop(sequence)]
         return [(key, DeadlineExceeded("the deadline passed")) for key in dropped]
 
     def ticketed(self, key: SequenceKey) -> None:
@@ -185,22 +152,7 @@ class EngineCore:
                 raise InvalidRequest("the prefill worker sent no token 0", field="first")
             if not 0 <= firsts[sample][0].token_id < self._vocab_size:
                 raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
-        self._copy_last_page(sequence)
-        self._roster.arrive(sequence)
-        if sequence.began is not None:
-            sequence.timings.transfer = self._clock() - sequence.began
-        return [self._append(parted, *firsts[parted.key]) for parted in self._roster.part(sequence)]
-
-    def _copy_last_page(self, sequence: Sequence) -> None:
-        """Gives each sibling its own copy of the prompt's last, unfilled page, where there is one."""
-        full, rest = divmod(sequence.base, self._options.page_size)
-        targets = [private[0] for private in sequence.siblings.values() if private and rest]
-        if not targets:
-            return
-        try:
-            self._runner.copy_pages([sequence.pages[full]] * len(targets), targets)
-        except Exception as error:
-            raise TwostrokeError(f"a page could not be copied: {error}") from error
+        return self._postprocessor.arrive(sequence, firsts)
 
     def has_work(self) -> bool:
         """Whether a step might do something: False only if nothing can, until something changes from outside.
@@ -223,9 +175,9 @@ class EngineCore:
             try:
                 tokens = self._run(plan, hook)
             except Exception as error:
-                self._fail(plan, error, result)
+                self._postprocessor.fail(plan, error, result)
             else:
-                self._advance(plan, tokens, result)
+                self._postprocessor.advance(plan, tokens, result)
         result.progress = bool(plan.rows or plan.reserved or plan.preempted)
         return result
 
@@ -236,86 +188,6 @@ class EngineCore:
         if len(tokens) != wanted:
             raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
         return tokens
-
-    def _fail(self, plan: Schedule, error: Exception, result: StepResult) -> None:
-        for sequence in plan.sequences:
-            result.failures += [(key, error) for key in self._drop(sequence)]
-
-    def _advance(self, plan: Schedule, tokens: list[Token], result: StepResult) -> None:
-        """Takes the step's KV for written and its tokens for the sequences' next ones."""
-        drawn = iter(tokens)
-        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
-            self._prefilled += 0 if sequence.decoding else len(row.token_ids)
-            sequence.computed += len(row.token_ids)
-            self._roster.publish(sequence)
-            if row.scoring is not None:
-                result.outputs.append(self._scored(sequence, row.scoring))
-            if row.sample:
-                own = [next(drawn) for _ in range(row.samples)]
-                if own[0].token_id == NO_TOKEN:  # then no sample of the prompt has any
-                    error = nothing_left(sequence.next_index())
-                    result.failures += [(key, error) for key in self._drop(sequence)]
-                    continue
-                self._take(sequence, own, result)
-            if sequence.prefill_only and sequence.remaining == 0:
-                self._end_prefill(sequence)
-
-    def _scored(self, sequence: Sequence, scoring: Scoring) -> SequenceOutput:
-        sequence.scored = scoring.first + len(scoring.targets)
-        return SequenceOutput(sequence.key, sequence.next_index(), [], None, None, scoring.result)
-
-    def _take(self, sequence: Sequence, tokens: list[Token], result: StepResult) -> None:
-        """New tokens of a sequence; after a prompt with several samples, token 0 of each.
-
-        A PREFILL sequence tells those of cancelled samples too: the decode worker may not have heard of that.
-        """
-        if sequence.samples == 1:
-            result.outputs.append(self._append(sequence, tokens[0], None))
-            return
-        firsts = dict(zip(sample_keys(sequence.key, len(tokens)), tokens, strict=True))
-        if sequence.prefill_only:
-            result.outputs += [self._append(sequence, token, None, key) for key, token in firsts.items()]
-            return
-        try:
-            self._copy_last_page(sequence)
-        except TwostrokeError as error:
-            result.failures += [(key, error) for key in self._drop(sequence)]
-            return
-        result.outputs += [self._append(parted, firsts[parted.key], None) for parted in self._roster.part(sequence)]
-
-    def _end_prefill(self, sequence: Sequence) -> None:
-        if sequence.released:
-            self._roster.drop(sequence)
-        else:
-            self._roster.park(sequence)
-
-    def _append(
-        self, sequence: Sequence, token: Token, finish: FinishReason | None, key: SequenceKey | None = None
-    ) -> SequenceOutput:
-        """Adds a new token; drops the sequence if that was its last (a PREFILL one stays until `release`).
-
-        `key`: of the sample, where it is not the sequence's own.
-        """
-        index = sequence.next_index()
-        finish = finish or self._finish(sequence, token.token_id)
-        first = len(sequence.tokens) == sequence.base
-        if first and sequence.request.work is not Work.DECODE and sequence.began is not None:
-            sequence.timings.prefill = self._clock() - sequence.began
-        timings = replace(sequence.timings) if first or finish else None
-        if sequence.prefill_only:
-            sequence.reported = True
-        else:
-            sequence.tokens.append(token.token_id)
-            if finish:
-                self._scheduler.admission.output_length.observe(index + 1)
-                self._roster.drop(sequence)
-        return SequenceOutput(key or sequence.key, index, [token], finish, timings)
-
-    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
 
     def load(self) -> Load:
         """How busy this engine is."""
@@ -329,7 +201,7 @@ class EngineCore:
             waiting=roster.waiting.total(),
             waiting_tokens=roster.waiting.prompt_tokens + prompts,
             steps=self._steps,
-            prefilled_tokens=self._prefilled,
+            prefilled_tokens=self._postprocessor.prefilled_tokens,
         )
 
     def state_of(self, key: SequenceKey) -> State | None:

@@ -146,18 +146,23 @@ class Roster:
             self.waiting.push(sequence)
         return [sequence.key for sequence in preempted]
 
-    def drop(self, sequence: Sequence) -> None:
-        """The sequence ends, in whatever state, with the samples that it carries: all that it owns is given back."""
+    def drop(self, sequence: Sequence) -> list[SequenceKey]:
+        """The sequence ends, in whatever state, with the samples that it carries: all that it owns is given back.
+
+        Returns the names of these.
+        """
+        carried = sequence.carried()
         del self.live[sequence.key]
         for key in sequence.siblings:
             del self.siblings[key]
         self.decode_work -= sequence.request.work is Work.DECODE
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            return
+            return carried
         by_state = {State.RUNNING: self.running, State.AWAITING: self.awaiting, State.HELD: self.held}
         del by_state[sequence.state][sequence.key]
         self._give_back(sequence)
+        return carried
 
     def _give_back(self, sequence: Sequence) -> None:
         """The only way on which a sequence loses its pages. A page under a ticket stays out of use by its hold."""

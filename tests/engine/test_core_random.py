@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from twostroke.engine.block_pool import BlockPool
 from twostroke.engine.core import EngineCore
+from twostroke.engine.postprocess import Postprocessor
 from twostroke.engine.prefix_cache import PendingPages, PrefixCache
 from twostroke.engine.request import SequenceKey, Work
 from twostroke.engine.roster import Roster
@@ -158,7 +159,7 @@ def loses_a_page_when_preempted(patch: pytest.MonkeyPatch) -> None:
 
 def parts_without_a_copy(patch: pytest.MonkeyPatch) -> None:
     """Siblings find undefined content in their own last page."""
-    patch.setattr(EngineCore, "_copy_last_page", lambda self, sequence: None)
+    patch.setattr(Postprocessor, "_copy_last_page", lambda self, sequence: None)
 
 
 def parts_with_a_shared_last_page(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""What follows a step: its KV counts as written, its tokens go into their sequences, some of which end."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..errors import TwostrokeError
+from .admission import OutputLength
+from .batch import Runner, Scoring
+from .request import NO_TOKEN, FinishReason, SequenceKey, SequenceOutput, StepResult, Token, Work, sample_keys
+from .roster import Roster
+from .scheduler import Schedule
+from .sequence import Sequence
+from .validate import nothing_left
+
+
+class Postprocessor:
+    """Takes what was computed, here or by a prefill worker, into the sequences; parts the samples of a prompt."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        runner: Runner,
+        output_length: OutputLength,
+        *,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float],
+    ) -> None:
+        """`runner`: copies pages. `output_length`: learns of every end."""
+        self.prefilled_tokens = 0  # of prompts, and of output computed anew; since the start
+        self._roster = roster
+        self._runner = runner
+        self._output_length = output_length
+        self._eos = eos_token_ids
+        self._clock = clock
+
+    def fail(self, plan: Schedule, error: Exception, result: StepResult) -> None:
+        """The step was not computed: its sequences end."""
+        for sequence in plan.sequences:
+            result.failures += [(key, error) for key in self._roster.drop(sequence)]
+
+    def advance(self, plan: Schedule, tokens: list[Token], result: StepResult) -> None:
+        """Takes the step's KV for written and its tokens for the sequences' next ones."""
+        drawn = iter(tokens)
+        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            self.prefilled_tokens += 0 if sequence.decoding else len(row.token_ids)
+            sequence.computed += len(row.token_ids)
+            self._roster.publish(sequence)
+            if row.scoring is not None:
+                result.outputs.append(self._scored(sequence, row.scoring))
+            if row.sample:
+                own = [next(drawn) for _ in range(row.samples)]
+                if own[0].token_id == NO_TOKEN:  # then no sample of the prompt has any
+                    error = nothing_left(sequence.next_index())
+                    result.failures += [(key, error) for key in self._roster.drop(sequence)]
+                    continue
+                self._take(sequence, own, result)
+            if sequence.prefill_only and sequence.remaining == 0:
+                self._end_prefill(sequence)
+
+    def arrive(
+        self, sequence: Sequence, firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]]
+    ) -> list[SequenceOutput]:
+        """DECODE: its KV is whole; `firsts`: token 0 of each sample. TwostrokeError, and no change, if a copy fails."""
+        self._copy_last_page(sequence)
+        self._roster.arrive(sequence)
+        if sequence.began is not None:
+            sequence.timings.transfer = self._clock() - sequence.began
+        return [self._append(parted, *firsts[parted.key]) for parted in self._roster.part(sequence)]
+
+    def _scored(self, sequence: Sequence, scoring: Scoring) -> SequenceOutput:
+        sequence.scored = scoring.first + len(scoring.targets)
+        return SequenceOutput(sequence.key, sequence.next_index(), [], None, None, scoring.result)
+
+    def _take(self, sequence: Sequence, tokens: list[Token], result: StepResult) -> None:
+        """New tokens of a sequence; after a prompt with several samples, token 0 of each.
+
+        A PREFILL sequence tells those of cancelled samples too: the decode worker may not have heard of that.
+        """
+        if sequence.samples == 1:
+            result.outputs.append(self._append(sequence, tokens[0], None))
+            return
+        firsts = dict(zip(sample_keys(sequence.key, len(tokens)), tokens, strict=True))
+        if sequence.prefill_only:
+            result.outputs += [self._append(sequence, token, None, key) for key, token in firsts.items()]
+            return
+        try:
+            self._copy_last_page(sequence)
+        except TwostrokeError as error:
+            result.failures += [(key, error) for key in self._roster.drop(sequence)]
+            return
+        result.outputs += [self._append(parted, firsts[parted.key], None) for parted in self._roster.part(sequence)]
+
+    def _copy_last_page(self, sequence: Sequence) -> None:
+        """Gives each sibling its own copy of the prompt's last, unfilled page, where there is one."""
+        full, rest = divmod(sequence.base, self._roster.page_size)
+        targets = [private[0] for private in sequence.siblings.values() if private and rest]
+        if not targets:
+            return
+        try:
+            self._runner.copy_pages([sequence.pages[full]] * len(targets), targets)
+        except Exception as error:
+            raise TwostrokeError(f"a page could not be copied: {error}") from error
+
+    def _end_prefill(self, sequence: Sequence) -> None:
+        if sequence.released:
+            self._roster.drop(sequence)
+        else:
+            self._roster.park(sequence)
+
+    def _append(
+        self, sequence: Sequence, token: Token, finish: FinishReason | None, key: SequenceKey | None = None
+    ) -> SequenceOutput:
+        """Adds a new token; drops the sequence if that was its last (a PREFILL one stays until `release`).
+
+        `key`: of the sample, where it is not the sequence's own.
+        """
+        index = sequence.next_index()
+        finish = finish or self._finish(sequence, token.token_id)
+        first = len(sequence.tokens) == sequence.base
+        if first and sequence.request.work is not Work.DECODE and sequence.began is not None:
+            sequence.timings.prefill = self._clock() - sequence.began
+        timings = replace(sequence.timings) if first or finish else None
+        if sequence.prefill_only:
+            sequence.reported = True
+        else:
+            sequence.tokens.append(token.token_id)
+            if finish:
+                self._output_length.observe(index + 1)
+                self._roster.drop(sequence)
+        return SequenceOutput(key or sequence.key, index, [token], finish, timings)
+
+    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
