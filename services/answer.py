@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ..engine.request import FinishReason, Token
 from .generation import Finish, Piece, Timings
@@ -23,6 +24,10 @@ class WorkerReport:
     decode_worker: str = ""
     replays: int = 0
     route: str = ""  # why these workers
+
+
+Report: TypeAlias = Callable[[], WorkerReport]
+"""Asked for once, at the end."""
 
 
 class Answer:
@@ -63,7 +68,7 @@ class Answer:
         self._times = Timings()
         self._first = 0.0  # when token 0 was handed over
 
-    def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: WorkerReport) -> Piece:
+    def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: Report) -> Piece:
         """The next piece; `finish`: the workers end with the last of `tokens`. The last piece has its own `finish`."""
         first_index = self._count
         text, taken, stop_string = self._read(tokens, finish)
@@ -77,7 +82,7 @@ class Answer:
             token_ids=[token.token_id for token in tokens],
             text=text,
             logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
-            finish=self._finish(finish, stop_string or "", report) if finish is not None else None,
+            finish=self._finish(finish, stop_string or "", report()) if finish is not None else None,
             sample=self._sample,
             prompt_logprobs=self._scores.take() if self._scores is not None else None,
         )

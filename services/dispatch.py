@@ -107,10 +107,10 @@ class Dispatcher:
         if self._routing != "prefix" or not chain:
             return {}
         met = self._expected.lookup(chain)
-        for load in loads:
-            pages = self.fleet.session(load.incarnation).cached.leading(chain)
-            if pages > met.get(load.incarnation, 0):
-                met[load.incarnation] = pages
+        sessions = [self.fleet.session(load.incarnation) for load in loads]
+        for session in [session for session in sessions if chain[0] in session.cached]:
+            pages = session.cached.leading(chain)
+            met[session.incarnation] = max(pages, met.get(session.incarnation, 0))
         return met
 
     def _forget_the_gone(self, loads: list[WorkerLoad]) -> None:

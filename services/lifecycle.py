@@ -125,7 +125,7 @@ class Lifecycle:
             tokens = await attempts.take()
             if not tokens and attempts.finish is None:
                 continue
-            piece = answer.piece(tokens, attempts.finish, attempts.report())
+            piece = answer.piece(tokens, attempts.finish, attempts.report)
             if piece.finish is not None:
                 attempts.close()  # before the client takes the last piece: it may be slow
                 _log(job, piece)

@@ -32,6 +32,9 @@ class CachedPages:
     def __len__(self) -> int:
         return len(self._digests)
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests
+
     def apply(self, events: pb.CacheEvents) -> None:
         """Takes what it told. Of more pages than it has nothing is kept: then it tells nonsense."""
         if events.reset:

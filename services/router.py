@@ -1,7 +1,6 @@
 """Picks the workers of a request: pure functions over what is known of each worker."""
 
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -98,7 +97,7 @@ def choose(
     decode = [w for w in wide if w.role is Role.DECODE and prompt_tokens + max_tokens <= w.max_tokens]
 
     def computing(among: Sequence[WorkerLoad]) -> _Choice:
-        return _cheapest(among, lambda w: prefill_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
+        return _cheapest(among, [prefill_cost(w, prompt_tokens, met.get(w.incarnation, 0)) for w in among])
 
     def alone(choice: _Choice, why: str) -> Route:
         worker = choice.worker
@@ -115,7 +114,7 @@ def choose(
     best = computing(candidates)
     if best.worker.role is Role.BOTH:
         return alone(best, "as it does both")
-    target = _cheapest(decode, lambda w: decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)))
+    target = _cheapest(decode, [decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)) for w in decode])
     if uncached(target.worker, prompt_tokens, met) <= local_tokens:
         return alone(target, f"as at most {local_tokens} tokens are to be computed")
     pages = pages_of(prompt_tokens + 1, target.worker.page_size)
@@ -133,16 +132,17 @@ def choose(
 
 def prefill_cost(worker: WorkerLoad, prompt_tokens: int, met_pages: int) -> float:
     """Tokens ahead in its queue and of the prompt itself, less a bonus for what it has cached or is computing."""
-    saved = min(prompt_tokens, met_pages * worker.page_size)
+    saved = min(prompt_tokens, met_pages * worker.page_size) if met_pages else 0
     return worker.waiting_tokens + prompt_tokens - AFFINITY * saved
 
 
 def decode_cost(worker: WorkerLoad, prompt_tokens: int, met_pages: int) -> float:
     """Share of its batch and pages in use; a worker that cannot reserve the prompt at once comes last."""
+    load = worker.sequences / worker.max_batch + 1 - worker.free_pages / worker.pages
+    if met_pages:
+        load -= DECODE_AFFINITY * min(1.0, met_pages * worker.page_size / prompt_tokens)
     need = pages_of(prompt_tokens + 1, worker.page_size) - met_pages
-    saved = min(1.0, met_pages * worker.page_size / prompt_tokens)
-    load = worker.sequences / max(1, worker.max_batch) + 1 - worker.free_pages / max(1, worker.pages)
-    return load - DECODE_AFFINITY * saved + (0 if need <= worker.free_pages else 1e6)
+    return load if need <= worker.free_pages else load + 1e6
 
 
 def uncached(worker: WorkerLoad, prompt_tokens: int, met: Mapping[int, int]) -> int:
@@ -167,9 +167,7 @@ class _Choice:
         return f"costs of {self.of}: {costs}"
 
 
-def _cheapest(workers: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], float]) -> _Choice:
+def _cheapest(workers: Sequence[WorkerLoad], costs: Iterable[float]) -> _Choice:
     """Among equals the one with the fewest sequences, then the first by name."""
-    ranked = heapq.nsmallest(
-        MAX_COMPARED, ((cost(w), w.sequences, w.name, w.incarnation, i) for i, w in enumerate(workers))
-    )
-    return _Choice(workers[ranked[0][4]], [(entry[0], entry[2]) for entry in ranked], len(workers))
+    ranked = sorted((cost, w.sequences, w.name, w.incarnation, w) for cost, w in zip(costs, workers, strict=True))
+    return _Choice(ranked[0][4], [(entry[0], entry[2]) for entry in ranked[:MAX_COMPARED]], len(workers))

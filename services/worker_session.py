@@ -40,7 +40,7 @@ class WorkerSession:
             role=Role(hello.role),
             pages=hello.pages,
             page_size=hello.format.page_size,
-            max_batch=hello.max_batch,
+            max_batch=max(1, hello.max_batch),
             max_tokens=hello.max_tokens,
             free_pages=hello.pages,
             draining=hello.draining,

@@ -40,7 +40,7 @@ def feed(it: Answer, ids: list[int], finish: FinishReason | None, *, at_once: in
     for start in range(0, len(ids), at_once):
         tokens = [Token(id_, ((id_, -1.0),)) for id_ in ids[start : start + at_once]]
         last = start + at_once >= len(ids)
-        pieces.append(it.piece(tokens, finish if last else None, REPORT))
+        pieces.append(it.piece(tokens, finish if last else None, lambda: REPORT))
         if pieces[-1].finish is not None:
             break
     return pieces
@@ -90,8 +90,8 @@ def test_an_unfinished_character_at_the_end_becomes_a_replacement(tokenizer: Tok
 
 def test_an_end_without_tokens(tokenizer: Tokenizer) -> None:
     it = answer(tokenizer)
-    it.piece([Token(10)], None, REPORT)
-    piece = it.piece([], FinishReason.LENGTH, REPORT)
+    it.piece([Token(10)], None, lambda: REPORT)
+    piece = it.piece([], FinishReason.LENGTH, lambda: REPORT)
     assert (piece.first_index, piece.token_ids) == (1, [])
     assert piece.finish is not None
     assert piece.finish.output_tokens == 1
