@@ -12,7 +12,7 @@ The order of processing, which every part keeps to:
 7. the draw, by noise that depends on (seed, sample, position) only.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,23 +91,24 @@ def _random(logits: Tensor, draws: list[Draw]) -> Tensor:
 def _filter_(logits: Tensor, params: list[SamplingParams]) -> None:
     """In place; the highest of each row is 0, before and after. Each filter runs on the rows that have it."""
     device = logits.device
-    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if cut:
-        part = logits if len(cut) == len(params) else logits[cut]
-        top_k = torch.tensor([params[i].top_k for i in cut], device=device)
-        keep_top_(part, top_k, _doubles([params[i].top_p for i in cut], device))
+
+    def each(rows: list[int], keep_: Callable[[Tensor], object]) -> None:
+        part = logits if len(rows) == len(params) else logits[rows]
+        keep_(part)
         if part is not logits:
-            logits[cut] = part
-    likely = [i for i, p in enumerate(params) if p.min_p > 0.0]
-    if likely:
-        part = logits[likely]
-        keep_likely_(part, _doubles([params[i].min_p for i in likely], device))
-        logits[likely] = part
-    typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
-    if typical:
-        part = logits[typical]
-        keep_typical_(part, _doubles([params[i].typical_p for i in typical], device))
-        logits[typical] = part.sub_(part.amax(dim=1, keepdim=True))  # the likeliest may be gone
+            logits[rows] = part
+
+    if cut := [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]:
+        top_k = torch.tensor([params[i].top_k for i in cut], device=device)
+        top_p = _doubles([params[i].top_p for i in cut], device)
+        each(cut, lambda part: keep_top_(part, top_k, top_p))
+    if likely := [i for i, p in enumerate(params) if p.min_p > 0.0]:
+        min_p = _doubles([params[i].min_p for i in likely], device)
+        each(likely, lambda part: keep_likely_(part, min_p))
+    if typical := [i for i, p in enumerate(params) if p.typical_p < 1.0]:
+        typical_p = _doubles([params[i].typical_p for i in typical], device)
+        each(typical, lambda part: keep_typical_(part, typical_p))
+        logits.sub_(logits.amax(dim=1, keepdim=True))  # the likeliest may be gone; 0 changes nothing
 
 
 def _doubles(values: list[float], device: torch.device) -> Tensor:

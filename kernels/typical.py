@@ -26,20 +26,20 @@ def keep_typical_(logits: Tensor, typical_p: Tensor, candidates: int = 256) -> N
     Meister et al., Locally Typical Sampling (2023), section 4.
     """
     possible = logits > EXCLUDED
-    shifted = logits.to(torch.float64) - logits.amax(dim=1, keepdim=True)
-    weights = shifted.exp()
-    total = _sum(weights).unsqueeze(1)
-    surprise = total.log() - shifted
-    share = weights / total
+    shifted = logits - logits.amax(dim=1, keepdim=True)
+    share = shifted.exp()
+    total = _sum(share).unsqueeze(1)
+    share /= total.to(torch.float32)
+    surprise = total.log().to(torch.float32) - shifted
     expected = _sum((share * surprise).masked_fill_(~possible, 0.0)).unsqueeze(1)
-    distance = (surprise - expected).abs_().masked_fill_(~possible, float("inf"))
+    distance = surprise.sub_(expected.to(torch.float32)).abs_()  # infinite for what is impossible
     kept = torch.zeros_like(possible)
     undecided = torch.arange(len(logits), device=logits.device)
     count = candidates
     while undecided.numel():
         count = min(count, logits.shape[1])
         near, ids = _nearest(distance[undecided], count)
-        mass = share[undecided].gather(1, ids)
+        mass = share[undecided].gather(1, ids).to(torch.float64)
         before = mass.cumsum(dim=1) - mass
         within = before < typical_p[undecided].unsqueeze(1)
         # The last candidate's equals may lie outside; then so may tokens that come before it.
@@ -61,7 +61,7 @@ def _nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Row sums, [rows, vocab] -> [rows], by blocks: the same however many rows there are and threads add them."""
+    """Row sums in float64, [rows, vocab] -> [rows], by blocks: the same however many rows and threads there are."""
     whole = values.shape[1] // BLOCK * BLOCK
     blocks = values[:, :whole].reshape(values.shape[0], -1, BLOCK).sum(dim=2)
-    return torch.cat((blocks, values[:, whole:]), dim=1).sum(dim=1)
+    return torch.cat((blocks, values[:, whole:]), dim=1).to(torch.float64).sum(dim=1)

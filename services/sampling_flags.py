@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     from ..v1 import inference_pb2 as pb
 
@@ -13,23 +15,20 @@ TOKEN_ID = click.IntRange(0, 2**32 - 1)
 COUNT = click.IntRange(0, 2**32 - 1)
 
 
-class TokenBias(click.ParamType):
-    """`ID=X`: a token and what is added to its logit."""
-
-    name = "bias"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        """(token id, bias)."""
-        if isinstance(value, tuple):
-            return value
-        token, _, bias = str(value).partition("=")
+def token_biases(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    """Callback of `ID=X`, tokens and what is added to their logits. ConfigError for what is none."""
+    biases: dict[int, float] = {}
+    for value in values:
+        token, _sign, bias = value.partition("=")
         try:
             number = float(bias)
         except ValueError:
             number = math.nan
-        if not (token.isascii() and token.isdigit() and int(token) < 1 << 32 and math.isfinite(number)):
-            self.fail(f"got {value!r}, takes a token id and a number: 13=-2.5", param, ctx)
-        return int(token), number
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32 and math.isfinite(number)):
+            message = f"{parameter.name}: got {value!r}, takes a token id and a number, such as 13=-2.5"
+            raise ConfigError(message, field=parameter.name)
+        biases[int(token)] = number
+    return biases
 
 
 FLAGS: tuple[Callable[..., Any], ...] = (
@@ -58,7 +57,11 @@ FLAGS: tuple[Callable[..., Any], ...] = (
         help="Taken from tokens for each time that the answer has them  [default: 0]",
     ),
     click.option(
-        "--bias", type=TokenBias(), multiple=True, metavar="ID=X", help="Add X to a token's logit; may be repeated."
+        "--bias",
+        multiple=True,
+        metavar="ID=X",
+        callback=token_biases,
+        help="Add X to a token's logit; may be repeated.",
     ),
     click.option(
         "--allow-token", type=TOKEN_ID, multiple=True, metavar="ID", help="Draw only such tokens; may be repeated."
@@ -98,7 +101,7 @@ def read_sampling_flags(options: dict[str, Any]) -> "pb.Sampling":
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return pb.Sampling(
         **{name: options[name] for name in (*single, *penalties)},
-        logit_bias=dict(options["bias"]),
+        logit_bias=options["bias"],
         allowed_token_ids=options["allow_token"],
         banned_token_ids=options["ban_token"],
         bad_words=options["bad_word"],

@@ -21,7 +21,7 @@ from twostroke.v1 import inference_pb2_grpc
 OPTIONS: dict[str, Any] = {
     "model": "", "system": None, "temperature": None, "top_k": None, "top_p": None, "seed": None, "max_tokens": None,
     "stop": (), "stop_token": (), "ignore_eos": False, "logprobs": None, "raw": False, "min_p": None, "typical_p": None,
-    "repetition_penalty": None, "presence_penalty": None, "frequency_penalty": None, "bias": (), "allow_token": (),
+    "repetition_penalty": None, "presence_penalty": None, "frequency_penalty": None, "bias": {}, "allow_token": (),
     "ban_token": (), "bad_word": (), "min_tokens": 0, "include_stop": False, "prompt_logprobs": None,
 }  # fmt: skip
 TEXTS = ["The ", "sky", " is \x1b[31mblue", "\u00e9\U0001f30d"]

@@ -6,6 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from twostroke.errors import ConfigError
 from twostroke.services.sampling_flags import read_sampling_flags, read_stopping_flags, sampling_flags
 from twostroke.v1 import inference_pb2 as pb
 
@@ -62,5 +63,5 @@ def test_every_field_has_a_flag() -> None:
 
 @pytest.mark.parametrize("bias", ["", "3", "=1", "3=", "3=nan", "3=inf", "-3=1", "x=1", "4294967296=1", "\u0663=1"])
 def test_a_bias_that_is_none(bias: str) -> None:
-    with pytest.raises(click.UsageError, match="takes a token id and a number"):
+    with pytest.raises(ConfigError, match="takes a token id and a number"):
         read("--bias", bias)
