@@ -155,7 +155,11 @@ Global___Input: _TypeAlias = Input  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """/ How the next token is drawn. Absent fields take the defaults named here."""
+    """/ How the next token is drawn. Absent fields take the defaults named here. The order: repetition, presence and frequency
+    / penalty; bias; what may not be drawn goes (allowed and banned tokens, bad words, `Stopping.min_tokens`); temperature;
+    / top-k; top-p; min-p; typical-p; the draw. Each filter sees the probabilities, made to add up to 1, that the one before
+    / it left. Where nothing may be drawn at some index, the request fails there (INVALID_ARGUMENT).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -193,7 +197,9 @@ class Sampling(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """/ 0 is greedy; larger values flatten the distribution. Finite, 0 to 100. Default 1."""
+    """/ 0 takes the likeliest token, after penalties, bias and bans; larger values flatten the distribution. Finite, 0 to
+    / 100. Default 1.
+    """
     top_k: _builtins.int
     """/ Keeps the k most likely tokens; 0 keeps all. Default 0."""
     top_p: _builtins.float
@@ -209,9 +215,11 @@ class Sampling(_message.Message):
     / typical sampling). Over 0, up to 1. Default 1: keeps all.
     """
     repetition_penalty: _builtins.float
-    """/ Divides positive and multiplies negative logits of tokens in prompt or output. Over 0, up to 100. Default 1."""
+    """/ Divides positive and multiplies negative logits of tokens that occur in the prompt or the output, once however often
+    / they do. Over 0, up to 100. Default 1.
+    """
     presence_penalty: _builtins.float
-    """/ Subtracted from the logits of tokens that occur in the output. -10 to 10. Default 0."""
+    """/ Subtracted from the logits of tokens that occur in the output (not the prompt). -10 to 10. Default 0."""
     frequency_penalty: _builtins.float
     """/ Subtracted from a token's logit for each time that it occurs in the output. -10 to 10. Default 0."""
     @_builtins.property
@@ -220,7 +228,7 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """/ Not empty: only these tokens may be drawn. At most 1024."""
+        """/ Not empty: only these tokens may be drawn; end-of-text tokens too only if they are among them. At most 1024."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -228,8 +236,9 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """/ Texts that are never completed: the last token of each tokenization (with and without a leading space) is banned where
-        / the others precede it. At most 64, each 1 to 256 characters.
+        """/ Texts that are never completed: the last token of each of their two tokenizations (with and without a leading space)
+        / is banned where the others precede it, in the output or in the prompt and output together. Other tokenizations of the
+        / same text are not looked for. At most 64, each 1 to 256 characters.
         """
 
     def __init__(
@@ -309,9 +318,11 @@ class Stopping(_message.Message):
     ignore_eos: _builtins.bool
     """/ Goes on past the model's own end-of-text tokens."""
     min_tokens: _builtins.int
-    """/ Before so many tokens, end-of-text and stop tokens are not drawn and stop strings do not count. At most `max_tokens`."""
+    """/ Before so many tokens, end-of-text tokens (unless `ignore_eos`) and stop tokens are not drawn, and stop strings that
+    / end there do not count. At most `max_tokens`.
+    """
     include_stop: _builtins.bool
-    """/ The matching stop string, or the stop token's text, is sent too."""
+    """/ The matching stop string, or the text of the stop token (one of `token_ids`, a special one by its name), is sent too."""
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """/ Generation ends when the text contains one of these; the match and what follows are not sent. At most 16, each 1
@@ -369,7 +380,8 @@ class GenerateRequest(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """/ Present: the first message carries the log-probability of each prompt token but the first, and of this many most
-    / likely tokens there (0 to 20). The prompt is computed anew for it, past any cache.
+    / likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
+    / tokens times this plus one.
     """
     @_builtins.property
     def input(self) -> Global___Input:
