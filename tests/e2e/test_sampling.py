@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc.aio
 import pytest
 import torch
 import transformers
@@ -170,3 +172,30 @@ async def test_stops(launch: Launch, tiny_dir: Path, tokenizer: Tokenizer) -> No
         assert token not in later.token_ids[:30]
         assert later.token_ids[:first] == whole.token_ids[:first]
         await stack.whole()
+
+
+async def test_a_replay_knows_prompt_and_output_apart(launch: Launch, tiny_dir: Path, tokenizer: Tokenizer) -> None:
+    """A decode worker is killed under every control at once: penalties, bad words and min_tokens go on as they were."""
+    prompt = tokenizer.encode(PROMPT)
+    requests = []
+    for number, name in enumerate(MATRIX):
+        made = request([20 + number, *prompt], name, number, prompt_logprobs=1)
+        made.stopping.CopyFrom(pb.Stopping(max_tokens=700, min_tokens=690, ignore_eos=number % 2 > 0))
+        requests.append(made)
+    async with launch("--model", str(tiny_dir), *FLAGS, "--decode", "2") as stack:
+        expected = [essence(answer) for answer in await asyncio.gather(*map(stack.client.generate, requests))]
+        calls = [stack.client.call(it) for it in requests]
+        answers = [Answer() for _ in calls]
+        for call, answer in zip(calls, answers, strict=True):
+            while len(answer.token_ids) < 20:
+                answer.take(await call.read())
+        stack.signal("decode-0", signal.SIGKILL)
+        for call, answer in zip(calls, answers, strict=True):
+            while (message := await call.read()) is not grpc.aio.EOF:
+                answer.take(message)
+        assert [essence(answer) for answer in answers] == expected
+        assert sum(answer.finish.replays for answer in answers) > 0
+        for answer in answers:
+            assert [len(message.prompt_logprobs) for message in answer.messages if message.prompt_logprobs] == [
+                len(prompt)
+            ]

@@ -379,8 +379,8 @@ class GenerateRequest(_message.Message):
     / whatever `n` is.
     """
     prompt_logprobs: _builtins.int
-    """/ Present: the first message carries the log-probability of each prompt token but the first, and of this many most
-    / likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
+    """/ Present: the first message of answer 0 carries the log-probability of each prompt token but the first, and of this many
+    / most likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
     / tokens times this plus one.
     """
     @_builtins.property
