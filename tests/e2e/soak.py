@@ -1,4 +1,8 @@
-"""Load and faults on a real stack, for as long as one likes: every answer is right, every page comes back."""
+"""A soak: random requests against a stack whose processes are killed and frozen at random. All of it from one seed.
+
+Clients of a gateway that died, or had nobody to serve them, begin anew; whatever comes is compared with the fault-free
+output token by token, also where a stream was cut short.
+"""
 
 import asyncio
 import contextlib
@@ -6,168 +10,272 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import grpc
 import grpc.aio
 
-from twostroke.v1 import inference_pb2 as pb
+from twostroke.services.grpc_setup import open_channel
 
-from .harness import Answer, Stack, token_request
+from .harness import Answer, Client, Stack
+from .soak_work import Expected, Task
 
-RETRY_S = 120.0  # a client gives up when nobody served it for so long
-FAULT_S = (0.3, 4.0)  # pause between two faults
-NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "gateway")
-RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-FLAGS = (
-    *("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-memory", "8MiB", "--token-budget", "128"),
-    *("--silence-s", "2", "--max-attempts", "50", "--replay-wait-s", "60", "--drain-s", "10"),
+OPEN = 48  # streams at once, at most
+STUCK_S = 120.0  # a try that takes longer hangs
+SETTLE_S = 300.0  # for all that is open when the faults end
+FENCED_S = 60.0  # a process that is frozen for good must have been ended by then
+AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+Kind = Literal["kill", "short freeze", "long freeze", "freeze for good"]
+KINDS: tuple[Kind, ...] = ("kill", "short freeze", "long freeze", "freeze for good")
+Fate = Literal["finish", "tokens", "time", "deadline"]
+DECK: tuple[tuple[Kind, str], ...] = (
+    *((kind, role) for kind in KINDS for role in ("prefill", "decode", "gateway")),
+    *((kind, role) for kind in KINDS for role in ("prefill", "decode")),
+    ("kill", "decode"),
+    ("short freeze", "supervisor"),
+    ("long freeze", "supervisor"),
 )
 
 
-@dataclass
-class Case:
-    """A request and its fault-free answer."""
+@dataclass(eq=False)
+class Stream:
+    """A client's request, over all of its tries."""
 
-    request: pb.GenerateRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    number: int
+    task: int
+    fate: Fate
+    amount: float  # tokens or seconds, by the fate
+    tries: int = 0
+    replays: int = 0
+    end: str = ""  # finished, cancelled, deadline; else what is wrong
+
+
+@dataclass
+class Fault:
+    """Something done to a process; `streams` were open."""
+
+    kind: Kind
+    role: str
+    streams: list[Stream]
 
 
 @dataclass
 class Soak:
-    """One run."""
+    """`run` it once; then `problems` and `faults` tell."""
 
     stack: Stack
-    chance: random.Random
-    cases: list[Case] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    tasks: Sequence[Task]
+    expected: Sequence[Sequence[Expected]]
+    seed: int
+    pause_s: tuple[float, float] = (0.5, 4.5)  # between two faults
+    arrivals_a_second: float = 8.0
+    problems: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    ended: list[Stream] = field(default_factory=list)
+    tokens: int = 0
+    again: Counter[str] = field(default_factory=Counter)  # why clients began anew
+    _open: set[Stream] = field(default_factory=set)
 
-    async def run(self, seconds: float, rate: float) -> None:
-        """So many seconds of `rate` requests a second under faults; then quiet, and nothing may be left."""
-        self.cases = [Case(self.request(number)) for number in range(48)]
-        await asyncio.gather(*(self.learn(case) for case in self.cases))
-        faults = asyncio.create_task(self.faults())
-        clients: set[asyncio.Task[None]] = set()
+    async def run(self, seconds: float) -> None:
+        """Load and faults for so long; then every stream must end, and every worker be back."""
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._arrivals(group, stop))
+            faults = group.create_task(self._strike(seconds))
+            await faults
+            stop.set()
+            settled = asyncio.get_running_loop().call_later(SETTLE_S, self._stuck)
+        settled.cancel()
+        await self.stack.joined(prefill=2, decode=2)
+
+    def _stuck(self) -> None:
+        raise RuntimeError(f"streams are open after {SETTLE_S} s: {[vars(stream) for stream in self._open]}")
+
+    # Clients
+
+    async def _arrivals(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
+        chance, gate = random.Random(f"arrivals {self.seed}"), asyncio.Semaphore(OPEN)
+        number = 0
+        while not stop.is_set():
+            await gate.acquire()
+            number += 1
+            stream = self._draw(chance, number)
+            group.create_task(self._live(stream, random.Random(f"{self.seed} {number}"))).add_done_callback(
+                lambda _: gate.release()
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), chance.expovariate(self.arrivals_a_second))
+
+    def _draw(self, chance: random.Random, number: int) -> Stream:
+        task = chance.randrange(len(self.tasks))
+        fate: Fate = chance.choices(("finish", "tokens", "time", "deadline"), (70, 10, 10, 10))[0]
+        longest = self.tasks[task].params.max_tokens
+        amount = {"finish": 0.0, "tokens": chance.randint(0, longest), "time": 4 * chance.random() ** 2}
+        return Stream(number, task, fate, amount.get(fate, 0.01 + 4 * chance.random() ** 2))
+
+    async def _live(self, stream: Stream, chance: random.Random) -> None:
+        self._open.add(stream)
+        try:
+            while not stream.end:
+                stream.tries += 1
+                await self._try(stream)
+                if not stream.end:
+                    await asyncio.sleep(chance.uniform(0.1, 0.8))
+        finally:
+            self._open.discard(stream)
+            self.ended.append(stream)
+
+    async def _try(self, stream: Stream) -> None:
+        """One call. Sets how the stream ended, unless it has to be tried again."""
+        answers = [Answer() for _ in range(self.tasks[stream.task].samples)]
+        channel = open_channel(self.stack.address)
+        limit = stream.amount if stream.fate == "time" else STUCK_S
+        try:
+            async with asyncio.timeout(limit):
+                stream.end = await self._read(stream, Client(channel), answers)
+        except TimeoutError:
+            stream.end = "cancelled" if stream.fate == "time" else f"nothing ended it in {STUCK_S} s"
+        except grpc.aio.AioRpcError as error:
+            self._note(stream, error)
+        except AssertionError as error:
+            stream.end = f"indices: {error}"
+        finally:
+            await channel.close()
+        self._compare(stream, answers)
+
+    async def _read(self, stream: Stream, client: Client, answers: Sequence[Answer]) -> str:
+        task, most = self.tasks[stream.task], stream.amount if stream.fate == "tokens" else float("inf")
+        call = client.call(task.message(), timeout=stream.amount if stream.fate == "deadline" else None)
+        try:
+            if most == 0:
+                return "cancelled"
+            async for message in call:
+                answers[message.sample].take(message)
+                self.tokens += len(message.token_ids)
+                if message.HasField("finish"):
+                    stream.replays = max(stream.replays, message.finish.replays)
+                if sum(len(answer.token_ids) for answer in answers) >= most:
+                    return "cancelled"
+        finally:
+            call.cancel()
+        whole = all(answer.messages and answer.messages[-1].HasField("finish") for answer in answers)
+        return "finished" if whole else "ended without a finish"
+
+    def _note(self, stream: Stream, error: grpc.aio.AioRpcError) -> None:
+        code = error.code()
+        if code in AGAIN or _cut_off(error):
+            self.again[f"{code.name}: {reason(error.details() or '')}"] += 1
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED and stream.fate == "deadline":
+            stream.end = "deadline"
+        else:
+            stream.end = f"{code.name}: {error.details()}"
+
+    def _compare(self, stream: Stream, answers: Sequence[Answer]) -> None:
+        for sample, (answer, expected) in enumerate(zip(answers, self.expected[stream.task], strict=True)):
+            if wrong := expected.departure(answer):
+                stream.end = f"sample {sample}: {wrong}"
+        if stream.end not in ("", "finished", "cancelled", "deadline"):
+            self.problems.append(f"seed {self.seed}: {vars(stream)}")
+
+    # Faults
+
+    async def _strike(self, seconds: float) -> None:
+        chance, thaws = random.Random(f"faults {self.seed}"), set[asyncio.Task[None]]()
+        cards = dealt(chance)
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    await asyncio.sleep(self.chance.expovariate(rate))
-                    if faults.done():
-                        faults.result()
-                    clients.add(asyncio.create_task(self.client()))
+                    await asyncio.sleep(chance.uniform(*self.pause_s))
+                    kind, role = next(cards)
+                    name = role if role in ("gateway", "supervisor") else f"{role}-{chance.randrange(2)}"
+                    thaws.add(asyncio.create_task(self._hit(kind, name, chance.random())))
         except TimeoutError:
             pass
-        faults.cancel()
-        await asyncio.gather(faults, return_exceptions=True)
-        await asyncio.gather(*clients)
-        await self.stack.joined(prefill=2, decode=2)
-        for case in self.chance.sample(self.cases, 8):
-            await self.whole_answer(case)
-        await self.stack.whole()
+        await asyncio.gather(*thaws)
 
-    def request(self, number: int) -> pb.GenerateRequest:
-        """Lengths, samplings and shared beginnings of all kinds."""
-        chance = self.chance
-        prompt = [chance.randrange(3, 250) for _ in range(chance.choice((1, 15, 16, 17, 60, 200, 700)))]
-        if number % 3 == 0:
-            prompt[:64] = range(3, 67)
-        sampling = {"temperature": 1.0, "seed": number, "top_p": 0.9} if number % 2 else {}
-        if number % 4 == 1:
-            sampling |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
-        request = token_request(prompt, max_tokens=chance.choice((1, 2, 30, 150, 600)), **sampling)
-        if number % 5 == 0:
-            request.logprobs = 2
-        return request
-
-    async def learn(self, case: Case) -> None:
-        answer = await self.stack.client.generate(case.request)
-        case.tokens = answer.token_ids
-        case.logprobs = [entry.logprob for message in answer.messages for entry in message.logprobs]
-
-    async def client(self) -> None:
-        """One request; a fifth are cancelled at a random moment."""
-        case = self.chance.choice(self.cases)
-        if self.chance.random() < 0.2:
-            moment = self.chance.random() * 2
-            with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-                async with asyncio.timeout(moment):
-                    await self.attempt(case)
-            self.counts["cancelled"] += 1
-        else:
-            await self.whole_answer(case)
-
-    async def whole_answer(self, case: Case) -> None:
-        """Until it has all of it: a gateway that dies takes its streams along, and its clients ask again."""
-        async with asyncio.timeout(RETRY_S):
-            while True:
-                try:
-                    answer = await self.attempt(case)
-                    break
-                except grpc.aio.AioRpcError as error:
-                    if error.code() not in RETRIED and not _cut_off(error):
-                        raise
-                    self.counts["asked again"] += 1
-                    await asyncio.sleep(0.1 + 0.4 * self.chance.random())
-        assert answer.token_ids == case.tokens
-        logprobs = [entry.logprob for message in answer.messages for entry in message.logprobs]
-        assert len(logprobs) == len(case.logprobs)
-        assert all(abs(a - b) < 1e-3 for a, b in zip(logprobs, case.logprobs, strict=True))
-        usage = answer.finish.usage
-        assert (usage.prompt_tokens, usage.output_tokens) == (len(case.request.input.token_ids.ids), len(case.tokens))
-        self.counts["answered"] += 1
-        self.counts["replayed"] += answer.finish.replays > 0
-
-    async def attempt(self, case: Case) -> Answer:
-        """One call. What came of it until it broke must be right, too."""
-        answer = Answer()
-        call = self.stack.client.call(case.request, 100.0)
+    async def _hit(self, kind: Kind, name: str, fraction: float) -> None:
+        """A process that is gone at the moment is spared."""
+        process = _handle(self._pid(name))
+        if process is None:
+            return
         try:
-            async for message in call:
-                answer.take(message)
-                assert answer.token_ids == case.tokens[: len(answer.token_ids)]
+            self.faults.append(Fault(kind, name.rstrip("-01"), list(self._open)))
+            if kind == "kill":
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                return
+            signal.pidfd_send_signal(process, signal.SIGSTOP)
+            seconds = {"short freeze": 0.1 + fraction, "long freeze": 2.5 + 4 * fraction}.get(kind, FENCED_S)
+            if not await _gone(process, seconds) and kind == "freeze for good":
+                self.problems.append(f"seed {self.seed}: {name} was frozen for {seconds} s and nobody ended it")
         finally:
-            call.cancel()
-        assert answer.messages
-        assert answer.messages[-1].HasField("finish")
-        return answer
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGCONT)
+            os.close(process)
 
-    async def faults(self) -> None:
-        """Kills, freezes and thaws, one after another; freezes overlap with what follows."""
-        frozen: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                await asyncio.sleep(self.chance.uniform(*FAULT_S))
-                name = self.chance.choice(NAMES)
-                kind = self.chance.choice(("kill", "freeze", "freeze", "freeze for long"))
-                pid = int(self.stack.current(name)["pid"])
-                self.counts[kind] += 1
-                if kind == "kill":
-                    send(pid, signal.SIGKILL)
-                else:
-                    send(pid, signal.SIGSTOP)
-                    seconds = self.chance.uniform(0.05, 1.2) if kind == "freeze" else self.chance.uniform(2.5, 6)
-                    frozen.add(asyncio.create_task(thaw(pid, seconds)))
-        finally:
-            for task in frozen:
-                task.cancel()
-            await asyncio.gather(*frozen, return_exceptions=True)
+    def _pid(self, name: str) -> int:
+        """Of a process that runs, as far as the supervisor told; else 0."""
+        if name == "supervisor":
+            return self.stack.process.pid
+        last = next(e for e in reversed(self.stack.events) if e.get("name") == name)
+        return 0 if last["event"] in ("exited", "restarting") else int(self.stack.current(name)["pid"])
 
+    # What came of it
 
-def send(pid: int, number: signal.Signals) -> None:
-    """It may be gone already, and its place not yet taken."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-async def thaw(pid: int, seconds: float) -> None:
-    """Lets it go on, then or when all is over."""
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        send(pid, signal.SIGCONT)
+    def report(self) -> str:
+        """Counts: how streams ended, and for each kind of fault how often it struck and what it did to streams."""
+        ends = Counter(stream.end for stream in self.ended)
+        lines = [
+            f"soak, seed {self.seed}: {len(self.ended)} streams, {self.tokens} tokens; "
+            + ", ".join(f"{count} {end}" for end, count in ends.most_common(4)),
+            f"{sum(stream.replays > 0 for stream in self.ended)} streams were replayed "
+            f"({sum(stream.replays for stream in self.ended)} replays), clients began anew {self.again.total()} times:",
+            *(f"  {count:5} x {why}" for why, count in self.again.most_common(8)),
+            f"{'fault':32}{'struck':>8}{'streams open':>14}{'of them replayed':>18}{'began anew':>12}",
+        ]
+        for kind, role in sorted({(fault.kind, fault.role) for fault in self.faults}):
+            struck = [fault for fault in self.faults if (fault.kind, fault.role) == (kind, role)]
+            met = {stream for fault in struck for stream in fault.streams}
+            replayed, anew = sum(stream.replays > 0 for stream in met), sum(stream.tries > 1 for stream in met)
+            lines.append(f"{kind + ', ' + role:32}{len(struck):8}{len(met):14}{replayed:18}{anew:12}")
+        return "\n".join(lines)
 
 
 def _cut_off(error: grpc.aio.AioRpcError) -> bool:
     """gRPC's words for a connection that broke within a message."""
     return error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and "RST_STREAM" in str(error.details())
+
+
+def reason(details: str) -> str:
+    """The kind of a status' details, so that they can be counted."""
+    return "attempts are used up" if "(attempt " in details else details.split(":")[0][:60]
+
+
+def dealt(chance: random.Random) -> Iterator[tuple[Kind, str]]:
+    """The whole deck, shuffled, again and again: every fault comes as often as any other."""
+    while True:
+        yield from chance.sample(DECK, len(DECK))
+
+
+def _handle(pid: int) -> int | None:
+    """A pidfd; None where the process is gone."""
+    try:
+        process = os.pidfd_open(pid) if pid else None
+        return process if b"twostroke" in Path(f"/proc/{pid}/cmdline").read_bytes() else None
+    except (ProcessLookupError, FileNotFoundError):
+        return None
+
+
+async def _gone(process: int, seconds: float) -> bool:
+    """Whether the process of a pidfd ends within this time."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), seconds)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(process)
+    return True
