@@ -34,12 +34,14 @@ class WorkerLoad:
     waiting_tokens: int = 0
     sequences: int = 0
     draining: bool = False
+    sent: int = 0  # sequences, so far
 
     def charge(self, tokens: int, pages: int) -> None:
         """A sequence was sent to it."""
         self.waiting_tokens += tokens
         self.free_pages = max(0, self.free_pages - pages)
         self.sequences += 1
+        self.sent += 1
 
     def prefilled(self, tokens: int) -> None:
         """A prompt that it was charged for is computed."""
@@ -168,6 +170,9 @@ class _Choice:
 
 
 def _cheapest(workers: Sequence[WorkerLoad], costs: Iterable[float]) -> _Choice:
-    """Among equals the one with the fewest sequences, then the first by name."""
-    ranked = sorted((cost, w.sequences, w.name, w.incarnation, w) for cost, w in zip(costs, workers, strict=True))
-    return _Choice(ranked[0][4], [(entry[0], entry[2]) for entry in ranked[:MAX_COMPARED]], len(workers))
+    """Among equals the one with the fewest sequences, then the one that was sent the fewest so far: idle workers take
+    turns, so that all of their caches fill."""
+    ranked = sorted(
+        (cost, w.sequences, w.sent, w.name, w.incarnation, w) for cost, w in zip(costs, workers, strict=True)
+    )
+    return _Choice(ranked[0][5], [(entry[0], entry[3]) for entry in ranked[:MAX_COMPARED]], len(workers))

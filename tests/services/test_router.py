@@ -112,6 +112,21 @@ def test_prompts_without_a_common_prefix_are_spread() -> None:
     assert counts == {1: 10, 2: 10}
 
 
+def test_idle_workers_take_turns() -> None:
+    workers = [worker("p0"), worker("p1"), worker("d0"), worker("d1")]
+    chosen = []
+    for _ in range(6):
+        route = choose(workers, 100, 10, {})
+        assert route is not None
+        assert route.prefill is not None
+        chosen.append((route.prefill, route.decode))
+        for load in workers:
+            if load.incarnation in chosen[-1]:
+                load.charge(0, 0)
+                load.ended(0)
+    assert chosen == [(1, 11), (2, 12)] * 3
+
+
 def test_loads_follow_what_is_sent_and_what_comes_back() -> None:
     load = worker("p0", free_pages=10)
     load.charge(50, 4)
