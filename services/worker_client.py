@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
 
-from ..errors import Mismatch, TwostrokeError
+from ..errors import Mismatch, TwostrokeError, Unavailable
 from ..v1 import worker_pb2 as pb
 from ..v1 import worker_pb2_grpc
 from .grpc_setup import open_channel
@@ -209,7 +209,10 @@ async def _read(call: Call, session: WorkerSession, host: Host) -> None:
 async def _write(call: Call, session: WorkerSession) -> None:
     while (taken := await session.outbox.take()) is not None:
         message, size = taken
-        await call.write(message)
+        try:
+            await call.write(message)
+        except asyncio.InvalidStateError:  # it ended between two turns of the loop, and we run before its reader
+            raise Unavailable(f"{(await call.code()).name}: {await call.details()}") from None
         session.outbox.written(size)
 
 

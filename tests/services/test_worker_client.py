@@ -5,19 +5,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from twostroke.engine.request import SamplingParams, SequenceKey, SequenceOutput, Token, Work
 from twostroke.errors import Mismatch, Unavailable
 from twostroke.services.fleet import Fleet
+from twostroke.services.grpc_setup import open_channel
 from twostroke.services.identity import ProcessIdentity, draw_identity
 from twostroke.services.inbox import Failed, Gone, Inbox, Output
 from twostroke.services.router import Role
 from twostroke.services.wire import pack_step
 from twostroke.services.wire_gateway import make_submit
-from twostroke.services.worker_client import PATIENCE_S, WorkerClient
+from twostroke.services.worker_client import PATIENCE_S, WorkerClient, _ending, _write
 from twostroke.services.worker_session import WorkerSession
 from twostroke.v1 import worker_pb2 as pb
+from twostroke.v1 import worker_pb2_grpc
 
 from .cluster import until
 from .stand_in_worker import Script, StandIn
@@ -212,6 +215,23 @@ async def test_a_silent_worker_is_taken_for_dead() -> None:
         assert isinstance(gone, Gone)
         assert "silent" in gone.reason
         await until(lambda: not worker.live)  # the stream's end drops the request there
+
+
+async def test_a_write_to_a_call_that_has_ended_ends_the_session_with_the_call_s_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The writer may run before the reader learns that the worker died."""
+    worker = StandIn("decode", "d0")
+    async with open_channel(await worker.start()) as channel:
+        call: Any = worker_pb2_grpc.WorkerStub(channel).Session()
+        await call.write(pb.ToWorker(hello=pb.GatewayHello(identity=GATEWAY.message(), model="llama")))
+        session = WorkerSession((await call.read()).hello, GATEWAY.incarnation)
+        await worker.stop()
+        assert await call.code() is not grpc.StatusCode.OK
+        session.beat()
+        await _ending(session, _write(call, session))
+        assert session.ended.result().startswith(f"{(await call.code()).name}: ")
+        assert not caplog.records
 
 
 async def test_heartbeats_go_out_when_nothing_else_does() -> None:
