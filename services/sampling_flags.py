@@ -24,7 +24,8 @@ def token_biases(_: click.Context, parameter: click.Parameter, values: tuple[str
             number = float(bias)
         except ValueError:
             number = math.nan
-        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32 and math.isfinite(number)):
+        known = token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32
+        if not (known and math.isfinite(number)):
             message = f"{parameter.name}: got {value!r}, takes a token id and a number, such as 13=-2.5"
             raise ConfigError(message, field=parameter.name)
         biases[int(token)] = number

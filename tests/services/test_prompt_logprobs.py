@@ -37,15 +37,15 @@ class Telling(StandIn):
         super().__init__(role, name, Script(**script))
         self.stretches, self.before_s = stretches, before_s
 
-    async def _play(self, gateway: int, submit: wpb.Submit, outbox: asyncio.Queue[Any]) -> None:
-        key = SequenceKey(gateway, submit.request, submit.sample, submit.attempt)
+    async def _play(self, gateway: int, submit: wpb.Submit, sample: int, outbox: asyncio.Queue[Any]) -> None:
+        key = SequenceKey(gateway, submit.request, sample, submit.attempt)
         if submit.params.HasField("prompt_logprobs") and submit.work != wpb.WORK_DECODE:
             for first, count in self.stretches:
                 await asyncio.sleep(self.before_s)
                 told = stretch(first, count, submit.params.prompt_logprobs)
                 output = SequenceOutput(key, submit.first_index, [], None, None, told)
                 outbox.put_nowait(pack_step(0, [output]))
-        await super()._play(gateway, submit, outbox)
+        await super()._play(gateway, submit, sample, outbox)
 
 
 def check(pieces: list[pb.GenerateResponse], top: int = 1, tokens: int = 5) -> None:
@@ -67,6 +67,19 @@ async def test_the_first_message_has_them_all(tiny_llama_dir: Path, stretches: l
         assert one.params == two.params
         assert one.params.prompt_logprobs == 2
         await it.idle()
+
+
+async def test_what_is_cached_does_not_count(tiny_llama_dir: Path) -> None:
+    """A prompt that the decode worker is known to hold goes to the prefill worker again: it has to be computed."""
+    text = "x" * 64
+    workers = Telling("prefill", "p0", (1, 63)), StandIn("decode", "d0")
+    async with cluster(tiny_llama_dir, *workers) as it:
+        for top in (None, 1, 1):
+            request = text_request(text, prompt_logprobs=top)
+            pieces = await it.collect(request)
+            assert token_ids(pieces) == ANSWER
+        check(pieces, tokens=64)
+        assert len(it.worker("p0").submits) == 3
 
 
 async def test_they_are_waited_for_though_the_decode_worker_is_done(tiny_llama_dir: Path) -> None:
@@ -121,9 +134,9 @@ async def test_a_prefill_worker_that_dies_half_way_is_replayed(tiny_llama_dir: P
 class Late(Telling):
     """The stretches are those of the attempt: the last attempt has all."""
 
-    async def _play(self, gateway: int, submit: wpb.Submit, outbox: asyncio.Queue[Any]) -> None:
+    async def _play(self, gateway: int, submit: wpb.Submit, sample: int, outbox: asyncio.Queue[Any]) -> None:
         self.stretches = ((1, 4),) if submit.attempt else ((1, 2),)
-        await super()._play(gateway, submit, outbox)
+        await super()._play(gateway, submit, sample, outbox)
 
 
 async def test_a_failure_half_way_is_replayed_without_doubles(tiny_llama_dir: Path) -> None:
