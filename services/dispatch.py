@@ -87,9 +87,9 @@ class Dispatcher:
         known = [*job.prompt_ids, *output_ids]
         session = self.fleet.session(loads[0].incarnation)  # all have one model and format
         chain = prefix_digests(known, loads[0].page_size, session.cache_root, job.request.cache_salt)
-        met = (
-            self._met(loads, chain) if job.scores.complete else {}
-        )  # log-probabilities of a prompt need all of it anew
+        met: dict[int, int] = {}
+        if job.scores.complete:  # else all of the prompt is to be computed anew
+            met = self._met(loads, chain)
         left = job.params.max_tokens - len(output_ids)
 
         def chosen(among: list[WorkerLoad]) -> Route | None:
