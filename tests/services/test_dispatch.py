@@ -1,11 +1,13 @@
 """What the dispatcher remembers of workers; the routes themselves are tested with the router and the attempts."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from twostroke.engine.request import SamplingParams
 from twostroke.services.dispatch import Dispatcher, Job
 from twostroke.services.generation import GenerationRequest
+from twostroke.services.prefixes import CachedPages
 from twostroke.services.router import Role, WorkerLoad
 
 
@@ -17,6 +19,9 @@ class Loads:
 
     def loads(self) -> list[WorkerLoad]:
         return self.living
+
+    def session(self, incarnation: int) -> SimpleNamespace:
+        return SimpleNamespace(incarnation=incarnation, cached=CachedPages(100), cache_root=b"root")
 
 
 def worker(incarnation: int) -> WorkerLoad:
@@ -33,6 +38,6 @@ def test_workers_that_are_gone_are_forgotten() -> None:
     for incarnation in range(1, 200):  # one worker that is restarted again and again
         fleet.living = [worker(1000), worker(incarnation)]
         dispatcher._route(job, [], set())
-        known = set().union(*dispatcher._affinity._seen.values())
+        known = set().union(*dispatcher._expected._sent.values())
         assert known <= {1000, incarnation}
         assert known
