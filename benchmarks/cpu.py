@@ -4,6 +4,7 @@
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -97,6 +98,8 @@ def engine_against_peer(recorder: Recorder, table: Table, path: Path, dtype: DTy
     torch.set_num_threads(threads)
     batch = prompts(Tokenizer.from_dir(path), 16)
     ours, peer = Ours(path, dtype, threads), Peer(path, dtype)
+    gc.collect()
+    gc.freeze()  # as a worker does; both gain
     for mode, rate, size, goal in (
         ("one stream, decode", decode_rate, 1, 1.8),
         ("16 streams, total", total_rate, 16, 1.2),

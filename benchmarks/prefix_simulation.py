@@ -15,8 +15,8 @@ from record import Recorder
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.services.prefixes import prefix_digests
-from twostroke.services.router import Role, WorkerLoad, choose
+from twostroke.services.gateway.prefixes import prefix_digests
+from twostroke.services.gateway.router import Role, WorkerLoad, choose
 
 PAGE = 16
 VOCABULARY = range(1000, 20_000)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from .machine import cores, listen_error, memory_bytes
+from .supervisor.machine import cores, listen_error, memory_bytes
 
 Verdict = Literal["ok", "warning", "missing"]
 NEEDED_MEMORY = 3 << 30  # two workers with the default pool, the gateway, and the model twice

@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 class _Format(logging.Formatter):
-    """`2026-11-29T18:47:03.123Z INFO decode-0 twostroke.services.worker: text`; exceptions keep their traceback."""
+    """`2026-11-29T18:47:03.123Z INFO decode-0 twostroke.services.worker.worker: text`; exceptions keep tracebacks."""
 
     @staticmethod
     def converter(seconds: float | None) -> time.struct_time:

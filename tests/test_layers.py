@@ -39,7 +39,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 def test_imports_are_resolved() -> None:
     """The helper itself: relative imports at both depths."""
     names = {name for _, name in imported(ROOT / "services" / "commands" / "serve.py")}
-    assert {"twostroke.errors", "twostroke.services.logs", "twostroke.services.gateway"} <= names
+    assert {"twostroke.errors", "twostroke.services.logs", "twostroke.services.gateway.gateway"} <= names
 
 
 def test_the_folders_are_links() -> None:
@@ -91,8 +91,8 @@ def test_engine_init_imports_nothing() -> None:
     "modules",
     [
         "engine.tokenizer engine.detokenizer engine.models engine.model_config engine.request",
-        "services.gateway",
-        "services.cli services.up services.client",
+        "services.gateway.gateway",
+        "services.cli services.supervisor.up services.client.client",
     ],
 )
 def test_what_a_gateway_needs_does_not_import_torch(modules: str) -> None:

@@ -39,7 +39,7 @@ def test_variables_and_commands() -> None:
 )  # fmt: skip
 def test_lines_that_processes_say(words: str) -> None:
     assert words in TEXT
-    assert any(words in file.read_text(encoding="utf-8") for file in (ROOT / "services").glob("*.py"))
+    assert any(words in file.read_text(encoding="utf-8") for file in (ROOT / "services").rglob("*.py"))
 
 
 def test_links() -> None:

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ..options import address_argument
 
 if TYPE_CHECKING:
-    from ..load_bench import BenchPlan
+    from ..load.bench import BenchPlan
 
 _LINES = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _SECONDS = click.FloatRange(0.001, 1e7)
@@ -107,7 +107,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
 
     import uvloop
 
-    from ..load_bench import Bench
+    from ..load.bench import Bench
 
     tables_to_stderr = any(str(options[name]) == "-" for name in ("json_file", "per_request"))
     with (
@@ -124,11 +124,11 @@ def bench(context: click.Context, /, **options: Any) -> None:
 
 def make_plan(options: dict[str, Any]) -> "BenchPlan":
     """Checks the options together, before anything is sent; ConfigError."""
-    from ..load_bench import BenchPlan
-    from ..load_lengths import parse_lengths
-    from ..load_plan import LoadSpec
-    from ..load_plot import check_plotting
-    from ..load_run import Options
+    from ..load.bench import BenchPlan
+    from ..load.lengths import parse_lengths
+    from ..load.plan import LoadSpec
+    from ..load.plot import check_plotting
+    from ..load.run import Options
 
     modes = [name for name in ("concurrency", "rate", "sweep") if options[name] is not None]
     if len(modes) > 1:

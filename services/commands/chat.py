@@ -15,8 +15,8 @@ from .generate import printable, unicode_text
 
 if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
-    from ..chat import Answered, Chat
-    from ..chat_input import Entry
+    from ..client.chat import Answered, Chat
+    from ..client.chat_input import Entry
 
 INTERRUPTED = 130
 SAMPLING = (
@@ -91,9 +91,9 @@ def chat(context: click.Context, /, **options: Any) -> None:
 
 async def _connect(options: dict[str, Any]) -> "Chat":
     """Finds the gateway and looks whether its model can chat."""
-    from ..chat import Chat
-    from ..client import Client
-    from ..conversation import Conversation
+    from ..client.chat import Chat
+    from ..client.client import Client
+    from ..client.conversation import Conversation
 
     chat = Chat(
         Client(options["address"]),
@@ -136,7 +136,7 @@ class Terminal:
 
     def run(self) -> int:
         """Until the input ends; the exit code."""
-        from ..chat_input import read_entry
+        from ..client.chat_input import read_entry
 
         while True:
             try:
@@ -176,7 +176,7 @@ class Terminal:
 
     def _obey(self, entry: "Entry") -> int | None:
         """An exit code ends the chat."""
-        from ..chat_input import Command
+        from ..client.chat_input import Command
 
         conversation = self._chat.conversation
         match entry.command:

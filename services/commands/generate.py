@@ -15,7 +15,7 @@ from ..sampling_flags import read_sampling_flags, read_stopping_flags, sampling_
 
 if TYPE_CHECKING:
     from ...v1 import inference_pb2 as pb
-    from ..client import Client, Measured
+    from ..client.client import Client, Measured
 
 MAX_ANSWERS = 16
 MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
@@ -117,7 +117,7 @@ def _not_unicode(field: str) -> ConfigError:
 
 
 async def _run(prompt: str, as_json: bool, timeout_s: float | None, options: dict[str, Any]) -> None:
-    from ..client import Client, Measured
+    from ..client.client import Client, Measured
 
     # By the loop's handler, which wakes it: asyncio.run's own can be missed by a loop that is about to wait.
     task = asyncio.current_task()
@@ -159,7 +159,7 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
 async def _show_text(
     client: "Client", request: "pb.GenerateRequest", timeout_s: float | None, measured: "Measured"
 ) -> None:
-    from ..answer_order import AnswerOrder
+    from ..gateway.answer_order import AnswerOrder
 
     finish = None
     begun = False

@@ -12,8 +12,8 @@ from .. import logs
 from ..configure import flags_of, load, setting_variables, warn_of_unknown_variables
 from ..describe import takes
 from ..options import address_argument, given_flags, settings_options
-from ..parent import die_with
 from ..settings import GatewaySettings, WorkerSettings, split_address
+from ..supervisor.parent import die_with
 
 parent_option = click.option("--parent", type=int, hidden=True, help="Supervisor's process id; die with it.")
 
@@ -56,7 +56,7 @@ def gateway(config: Path | None, parent: int | None, **options: Any) -> None:
 
     import uvloop
 
-    from ..gateway import serve
+    from ..gateway.gateway import serve
 
     uvloop.run(serve(settings))
 
@@ -72,8 +72,8 @@ def _worker(role: str, config: Path | None, parent: int | None, options: dict[st
 
     import uvloop
 
-    from ..role_change import EXIT_CODES
-    from ..worker import serve
+    from ..worker.role_change import EXIT_CODES
+    from ..worker.worker import serve
 
     next_role = uvloop.run(serve(settings))
     if next_role is not None:
@@ -82,8 +82,8 @@ def _worker(role: str, config: Path | None, parent: int | None, options: dict[st
 
 def _launch(settings: WorkerSettings) -> int:
     """The worker in a process of its own, which another one follows when it changes its role."""
-    from ..launcher import Launcher
-    from ..machine import free_ports
+    from ..supervisor.launcher import Launcher
+    from ..supervisor.machine import free_ports
 
     host, port = split_address(settings.listen)
     if port == 0:  # drawn here: those who follow listen where the first one did
@@ -138,7 +138,7 @@ def health(context: click.Context, /, address: str, service: str, timeout_s: flo
     """
     import asyncio
 
-    from ..health import Condition, check_once
+    from ..supervisor.health import Condition, check_once
 
     condition = asyncio.run(check_once(address, timeout_s, service))
     click.echo(condition.value)

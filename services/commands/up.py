@@ -96,7 +96,7 @@ def up(context: click.Context, /, config: Path | None, as_json: bool, **options:
     import asyncio
 
     from ...engine.models import resolve
-    from ..up import plan, run
+    from ..supervisor.up import plan, run
 
     stack = plan(settings, gateway, worker)  # its errors before the download
     with progress_bars() as progress:  # here, once, and not in every process at the same time

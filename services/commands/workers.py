@@ -153,7 +153,7 @@ def _word(name: str) -> str:
 
 
 def _call(address: str, work: Callable[[Any], Any]) -> Any:
-    from ..cluster_client import ClusterClient
+    from ..client.cluster_client import ClusterClient
 
     async def run() -> Any:
         async with ClusterClient(address) as admin:

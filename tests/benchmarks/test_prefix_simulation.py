@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from twostroke.services.prefixes import prefix_digests
+from twostroke.services.gateway.prefixes import prefix_digests
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from twostroke.services.grpc_setup import open_channel
-from twostroke.services.machine import free_ports
+from twostroke.services.supervisor.machine import free_ports
 
 from .harness import Client
 

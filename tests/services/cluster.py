@@ -10,7 +10,7 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from twostroke.services.gateway import Gateway, load_model
+from twostroke.services.gateway.gateway import Gateway, load_model
 from twostroke.services.grpc_setup import open_channel
 from twostroke.services.settings import GatewaySettings
 from twostroke.v1 import inference_pb2 as pb

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work
-from twostroke.services.handover import PeerAddress
+from twostroke.services.handover.handover import PeerAddress
 
 from .handover_rig import DecodeWorker, PrefillWorker
 

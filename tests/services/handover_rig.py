@@ -26,18 +26,18 @@ from twostroke.engine.request import FinishReason, Request, SamplingParams, Sequ
 from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.kvtransfer.process import host_id
 from twostroke.kvtransfer.shm import SharedPool
-from twostroke.services.decode import DecodeHandover
-from twostroke.services.driver import Driver
 from twostroke.services.grpc_setup import bind, create_server
-from twostroke.services.handover import PeerAddress
+from twostroke.services.handover.decode import DecodeHandover
+from twostroke.services.handover.handover import PeerAddress
+from twostroke.services.handover.kv_pool import shm_opener
+from twostroke.services.handover.link_client import LinkClient
+from twostroke.services.handover.link_server import LinkServer
+from twostroke.services.handover.liveness import Liveness
+from twostroke.services.handover.prefill import PrefillHandover
+from twostroke.services.handover.wire_link import PoolOffer
 from twostroke.services.identity import ProcessIdentity
 from twostroke.services.interceptor import ErrorInterceptor
-from twostroke.services.kv_pool import shm_opener
-from twostroke.services.link_client import LinkClient
-from twostroke.services.link_server import LinkServer
-from twostroke.services.liveness import Liveness
-from twostroke.services.prefill import PrefillHandover
-from twostroke.services.wire_link import PoolOffer
+from twostroke.services.worker.driver import Driver
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 

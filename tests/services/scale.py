@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from twostroke.engine.request import FinishReason, Request, SequenceKey, SequenceOutput, SequenceTimings, Token, Work
-from twostroke.services.fleet import Fleet
+from twostroke.services.gateway.fleet import Fleet
+from twostroke.services.gateway.router import Role
+from twostroke.services.gateway.worker_session import WorkerSession
 from twostroke.services.identity import draw_identity
-from twostroke.services.router import Role
-from twostroke.services.wire import pack_step, read_submit
-from twostroke.services.worker_session import WorkerSession
+from twostroke.services.worker.wire import pack_step, read_submit
 from twostroke.v1 import worker_pb2 as pb
 
 PAGE = 16

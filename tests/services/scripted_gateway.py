@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from twostroke.engine.request import FinishReason, SamplingParams, SequenceKey, Work
+from twostroke.services.gateway.wire_gateway import make_submit, unpack_step
 from twostroke.services.grpc_setup import open_channel
 from twostroke.services.identity import draw_identity
-from twostroke.services.wire_gateway import make_submit, unpack_step
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 

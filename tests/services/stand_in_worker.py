@@ -18,7 +18,7 @@ from twostroke.errors import Mismatch, Unavailable
 from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.identity import draw_identity, read_identity
 from twostroke.services.interceptor import ErrorInterceptor
-from twostroke.services.wire import pack_step
+from twostroke.services.worker.wire import pack_step
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 

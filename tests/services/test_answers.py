@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from twostroke.services.lifecycle import together
+from twostroke.services.gateway.lifecycle import together
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 

@@ -15,9 +15,9 @@ import pytest
 from twostroke.errors import ConfigError
 from twostroke.services.cli import main
 from twostroke.services.commands.bench import bench, make_plan, parse_labels, parse_prefix, parse_sweep
-from twostroke.services.load_bench import BenchPlan, limits_of
-from twostroke.services.load_lengths import LogNormal, Uniform
-from twostroke.services.machine import free_ports
+from twostroke.services.load.bench import BenchPlan, limits_of
+from twostroke.services.load.lengths import LogNormal, Uniform
+from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import inference_pb2 as pb
 
 from .cluster import cluster, until

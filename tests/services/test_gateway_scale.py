@@ -15,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from twostroke.errors import Overloaded
-from twostroke.services.admission import Admission
-from twostroke.services.attempts import Attempts
-from twostroke.services.fleet import Fleet
-from twostroke.services.flight import Flight
-from twostroke.services.generation import GenerationRequest, Piece, Sampling, Stopping, TokenInput
+from twostroke.services.gateway.admission import Admission
+from twostroke.services.gateway.attempts import Attempts
+from twostroke.services.gateway.fleet import Fleet
+from twostroke.services.gateway.flight import Flight
+from twostroke.services.gateway.generation import GenerationRequest, Piece, Sampling, Stopping, TokenInput
+from twostroke.services.gateway.lifecycle import Lifecycle
+from twostroke.services.gateway.router import AFFINITY, Role
+from twostroke.services.gateway.served_model import ServedModel
 from twostroke.services.identity import draw_identity
-from twostroke.services.lifecycle import Lifecycle
-from twostroke.services.router import AFFINITY, Role
-from twostroke.services.served_model import ServedModel
 
 from .scale import BUDGET, MAX_TOKENS, ScaleWorker, World, token_of
 

@@ -13,7 +13,7 @@ from typing import Any
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work
 from twostroke.errors import HandoverExpired
 from twostroke.kvtransfer.shm import sweep
-from twostroke.services.handover import PeerAddress
+from twostroke.services.handover.handover import PeerAddress
 
 from .handover_rig import GATEWAY, DecodeWorker, PrefillWorker, Worker, expected_tokens, random_prompt
 

@@ -14,10 +14,10 @@ from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work
 from twostroke.errors import HandoverExpired
 from twostroke.kvtransfer import messages as kv
 from twostroke.services.grpc_setup import open_channel
-from twostroke.services.handover import PeerAddress
-from twostroke.services.link_client import LinkClient
-from twostroke.services.link_server import LinkServer
-from twostroke.services.wire_link import PoolOffer
+from twostroke.services.handover.handover import PeerAddress
+from twostroke.services.handover.link_client import LinkClient
+from twostroke.services.handover.link_server import LinkServer
+from twostroke.services.handover.wire_link import PoolOffer
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 

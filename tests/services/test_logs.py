@@ -23,8 +23,8 @@ def stream() -> Iterator[io.StringIO]:
 
 def test_a_line(stream: io.StringIO) -> None:
     logs.setup("info", "decode-0", stream)
-    logging.getLogger("twostroke.services.worker").info("%d pages", 7)
-    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO decode-0 twostroke\.services\.worker: 7 pages\n"
+    logging.getLogger("twostroke.services.worker.worker").info("%d pages", 7)
+    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO decode-0 twostroke\.services\.worker\.worker: 7 pages\n"
     assert re.fullmatch(pattern, stream.getvalue())
 
 

@@ -8,8 +8,8 @@ import grpc.aio
 import pytest
 
 from twostroke.engine.request import PromptLogprobs, SequenceKey, SequenceOutput
-from twostroke.services.prompt_scores import PromptScores
-from twostroke.services.wire import pack_step
+from twostroke.services.gateway.prompt_scores import PromptScores
+from twostroke.services.worker.wire import pack_step
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 
@@ -167,7 +167,7 @@ async def test_a_worker_that_does_not_tell_them_is_at_fault(tiny_llama_dir: Path
 
 
 async def test_more_than_a_message_holds_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.services.parameters.MAX_PROMPT_ENTRIES", 5 * 21 - 1)
+    monkeypatch.setattr("twostroke.services.gateway.parameters.MAX_PROMPT_ENTRIES", 5 * 21 - 1)
     async with cluster(tiny_llama_dir, Telling("both", "b0", (1, 4))) as it:
         error = await refusal(it.collect(text_request(PROMPT, prompt_logprobs=20)))
         assert (error.code(), field_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt_logprobs")

@@ -15,14 +15,14 @@ import pytest
 
 from twostroke.engine.request import FinishReason, SequenceKey, SequenceOutput, SequenceTimings, Token
 from twostroke.errors import Overloaded
-from twostroke.services.admission import Admission
-from twostroke.services.fleet import Fleet
-from twostroke.services.generation import GenerationRequest, Piece, Stopping, TokenInput
+from twostroke.services.gateway.admission import Admission
+from twostroke.services.gateway.fleet import Fleet
+from twostroke.services.gateway.generation import GenerationRequest, Piece, Stopping, TokenInput
+from twostroke.services.gateway.lifecycle import Lifecycle
+from twostroke.services.gateway.served_model import ServedModel
+from twostroke.services.gateway.worker_session import WorkerSession
 from twostroke.services.identity import draw_identity
-from twostroke.services.lifecycle import Lifecycle
-from twostroke.services.served_model import ServedModel
-from twostroke.services.wire import pack_step
-from twostroke.services.worker_session import WorkerSession
+from twostroke.services.worker.wire import pack_step
 from twostroke.v1 import worker_pb2 as pb
 
 GATEWAY = draw_identity("gateway", "here")

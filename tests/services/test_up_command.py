@@ -9,7 +9,7 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from pathlib import Path
 
-from twostroke.services.health import Condition, check_once
+from twostroke.services.supervisor.health import Condition, check_once
 
 
 async def start(model: Path, *flags: str, merged: bool = False) -> Process:

@@ -1,0 +1,1 @@
+"""What a person or a script does with a gateway."""

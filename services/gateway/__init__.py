@@ -1,0 +1,1 @@
+"""Takes requests in, routes them to workers, merges and answers."""

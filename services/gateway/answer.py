@@ -1,0 +1,138 @@
+"""Makes the answer of a request from its tokens: text, stop strings, counts and times."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ...engine.request import FinishReason, Token
+from .generation import Finish, Piece, Timings
+from .prompt_scores import PromptScores
+from .served_model import TextStream
+from .stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the workers said of a request: seconds, and who they are."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    replays: int = 0
+    route: str = ""  # why these workers
+
+
+Report: TypeAlias = Callable[[], WorkerReport]
+"""Asked for once, at the end."""
+
+
+class Answer:
+    """Fed with merged tokens in order; says when a stop string ends the output before the workers do."""
+
+    def __init__(
+        self,
+        text: TextStream,
+        stop_strings: Sequence[str],
+        *,
+        prompt_tokens: int,
+        seed: int,
+        logprobs: bool,
+        arrival: float,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        stop_texts: Mapping[int, str] | None = None,
+        scores: PromptScores | None = None,
+        sample: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`arrival`: of the request, by `clock`. `min_tokens`: stop strings that end before so many do not count.
+        `include_stop`: the stop string is sent. `stop_texts`: the tokens that are sent as text although they end the
+        output, with what the text stream leaves out of them. `scores`: go into the first piece.
+        `sample`: which answer it is."""
+        self._text = text
+        self._stops = StopStrings(stop_strings, include=include_stop)
+        self._min_tokens = min_tokens
+        self._stop_texts = stop_texts or {}
+        self._scores = scores
+        self._sample = sample
+        self._prompt_tokens = prompt_tokens
+        self._seed = seed
+        self._logprobs = logprobs
+        self._arrival = arrival
+        self._clock = clock
+        self._count = 0
+        self._times = Timings()
+        self._first = 0.0  # when token 0 was handed over
+
+    def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: Report) -> Piece:
+        """The next piece; `finish`: the workers end with the last of `tokens`. The last piece has its own `finish`."""
+        first_index = self._count
+        text, taken, stop_string = self._read(tokens, finish)
+        if stop_string is not None:
+            finish = FinishReason.STOP
+        self._count += taken
+        self._stamp(first_index)
+        tokens = tokens[:taken]
+        return Piece(
+            first_index=first_index,
+            token_ids=[token.token_id for token in tokens],
+            text=text,
+            logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
+            finish=self._finish(finish, stop_string or "", report()) if finish is not None else None,
+            sample=self._sample,
+            prompt_logprobs=self._scores.take() if self._scores is not None else None,
+        )
+
+    def _read(self, tokens: Sequence[Token], finish: FinishReason | None) -> tuple[str, int, str | None]:
+        """(text, tokens taken, stop string that matched)."""
+        # The token that ended the output by itself (end of text, a stop token) is reported, but it is not text.
+        last = tokens[-1].token_id if tokens and finish is FinishReason.STOP else None
+        silent = len(tokens) - 1 if last is not None and last not in self._stop_texts else len(tokens)
+        parts: list[str] = []
+        for index, token in enumerate(tokens[:silent]):
+            text, matched = self._stops.push(self._text.push(token.token_id), counts=self._counts(index))
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), index + 1, matched
+        if finish is not None:
+            rest = self._text.flush() + (self._stop_texts.get(last, "") if last is not None else "")
+            text, matched = self._stops.push(rest, counts=self._counts(len(tokens) - 1))
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), len(tokens), matched
+            parts.append(self._stops.flush())
+        return "".join(parts), len(tokens), None
+
+    def _counts(self, index: int) -> bool:
+        """Whether a stop string may end with the token of this index in the piece under way."""
+        return self._count + index >= self._min_tokens
+
+    def _stamp(self, first_index: int) -> None:
+        """Times by the gateway's clock, each piece as it is handed over."""
+        now = self._clock()
+        if first_index == 0 and self._count > 0:
+            self._first = now
+            self._times = replace(self._times, first_token=now - self._arrival)
+        if first_index <= 1 < self._count:
+            self._times = replace(self._times, gap01=now - self._first)
+        if self._count > first_index and self._count > 0:
+            self._times = replace(self._times, decode=now - self._first, total=now - self._arrival)
+
+    def _finish(self, reason: FinishReason, stop_string: str, report: WorkerReport) -> Finish:
+        return Finish(
+            reason=reason,
+            stop_string=stop_string,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=report.cached_tokens,
+            output_tokens=self._count,
+            timings=replace(self._times, queue=report.queue, prefill=report.prefill, transfer=report.transfer),
+            seed=self._seed,
+            prefill_worker=report.prefill_worker,
+            decode_worker=report.decode_worker,
+            replays=report.replays,
+            route=report.route,
+        )

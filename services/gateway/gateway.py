@@ -1,0 +1,154 @@
+"""The gateway process: puts its parts together, serves until told to stop, drains."""
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from ...engine.detokenizer import Detokenizer
+from ...engine.model_config import ModelConfig
+from ...engine.models import resolve, served_name
+from ...engine.tokenizer import Tokenizer
+from ...errors import ConfigError, Unavailable
+from ...kvtransfer.process import host_id
+from ...v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from ..grpc_setup import Health, add_health_and_reflection, bind, create_server
+from ..identity import draw_identity
+from ..interceptor import ErrorInterceptor
+from ..settings import GatewaySettings
+from .admission import RETRY_S, Admission
+from .cluster_service import ClusterServicer
+from .fleet import Fleet
+from .inference import InferenceServicer
+from .lifecycle import Lifecycle
+from .served_model import ServedModel, longest_token
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
+TOKENIZER_THREADS = 2
+LAST_WORDS_S = 2.0  # for statuses to leave before the server stops
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(settings: GatewaySettings) -> ServedModel:
+    """Finds (perhaps downloads) the model and reads what a gateway needs of it. ConfigError where it cannot be used."""
+    path = resolve(settings.model, cache_dir=settings.models_dir)
+    config = ModelConfig.from_dir(path)
+    tokenizer = Tokenizer.from_dir(path)
+    most = config.context_length - 1  # a prompt leaves room for a token, an output for a prompt of one
+    return ServedModel(
+        name=served_name(settings.model),
+        context_length=config.context_length,
+        max_input=min(settings.max_input or most, most),
+        max_output=min(settings.max_output or most, most),
+        vocabulary_size=config.vocab_size,
+        eos_token_ids=tuple(sorted(config.eos_token_ids)),
+        longest_token=longest_token(tokenizer),
+        tokenizer=tokenizer,
+        detokenizer=functools.partial(Detokenizer, tokenizer),
+        threads=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer"),
+        special_token_ids=tuple(sorted(i for i in tokenizer.special_ids if i < config.vocab_size)),
+    )
+
+
+class Gateway:
+    """A gateway that runs on the current loop."""
+
+    def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
+        self._settings = settings
+        self._model = model
+        identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
+        self._changed = asyncio.Event()
+        self.admission = Admission(settings.max_queue)
+        self.fleet = Fleet(
+            settings.workers, identity, model.name, silence_s=settings.silence_s, on_change=self._changed.set
+        )
+        self.lifecycle = Lifecycle(
+            model,
+            self.fleet,
+            self.admission,
+            incarnation=identity.incarnation,
+            stream_buffer_bytes=settings.stream_buffer_bytes,
+            slow_reader_s=settings.slow_reader_s,
+            max_attempts=settings.max_attempts,
+            replay_wait_s=settings.replay_wait_s,
+            routing=settings.routing,
+            local_prefill_tokens=settings.local_prefill_tokens,
+        )
+        self._server = create_server((ErrorInterceptor(),), max_message_bytes=settings.max_message_bytes)
+        self._health: Health | None = None
+        self._health_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Serves; returns host:port. ConfigError where the address cannot be had."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.lifecycle), self._server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
+        self._health = await add_health_and_reflection(self._server, (INFERENCE, CLUSTER))
+        try:
+            address = bind(self._server, self._settings.listen)
+        except RuntimeError as error:
+            raise ConfigError(f"listen: cannot listen on {self._settings.listen}", field="listen") from error
+        await self._server.start()
+        self.fleet.start()
+        self._health_task = asyncio.create_task(self._tell_health(self._health))
+        logger.info("serving %s on %s", self._model.name, address)
+        return address
+
+    async def _tell_health(self, health: Health) -> None:
+        """SERVING while a worker can decode."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            serving = self.fleet.can_decode
+            if serving != health.serving:
+                logger.info("requests can be served" if serving else "requests cannot be served: no decode worker")
+            await health.set_serving(serving)
+
+    async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
+        """Admits nothing more and lets streams end, up to `seconds` or until `hurry`; then ends the rest."""
+        self.admission.close()
+        if self._health is not None:
+            await self._health.shut_down()
+        waits = [asyncio.create_task(self.admission.idle()), asyncio.create_task(hurry.wait())]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        if self.admission.inside:
+            logger.warning("%d requests are cut", self.admission.inside)
+            self.lifecycle.end_all(Unavailable("the gateway is shutting down", retry_after_s=RETRY_S))
+            await asyncio.wait((asyncio.create_task(self.admission.idle()),), timeout=LAST_WORDS_S)
+
+    async def stop(self) -> None:
+        """Ends everything at once: calls, sessions with workers, threads."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._server.stop(None)
+        await self.fleet.stop()
+        self._model.threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Runs until SIGTERM or SIGINT: the first drains, the second ends. ConfigError where it cannot start."""
+    model = await asyncio.to_thread(load_model, settings)
+    gateway = Gateway(settings, model)
+    told, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if told.is_set() else told).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await gateway.start()
+        await told.wait()
+        logger.info("draining for up to %g s", settings.drain_s)
+        await gateway.drain(settings.drain_s, hurry)
+    finally:
+        await gateway.stop()

@@ -1,0 +1,74 @@
+"""Ends the coroutine that a request lives in, from outside: at its deadline, or when its client reads too slowly."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...errors import DeadlineExceeded, Overloaded, TwostrokeError
+from .generation import Piece, Send
+
+
+class Guard:
+    """For one request, one task and those that it waits for."""
+
+    def __init__(self, timeout_s: float | None, slow_reader_s: float) -> None:
+        """`timeout_s`: left until the deadline. `slow_reader_s`: the longest that one write may take."""
+        self._timeout_s = timeout_s
+        self._slow_reader_s = slow_reader_s
+        self._loop = asyncio.get_running_loop()
+        self._scope: asyncio.Timeout | None = None
+        self._error: TwostrokeError | None = None
+        self._writing_since: float | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """The body is cancelled at the deadline (DeadlineExceeded) or by `end` (its error)."""
+        scope = asyncio.timeout(self._timeout_s)
+        try:
+            async with scope:
+                self._scope = scope
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise (self._error or DeadlineExceeded("the deadline passed")) from None
+        finally:
+            self._scope = None
+            if self._watch is not None:
+                self._watch.cancel()
+
+    def end(self, error: TwostrokeError) -> None:
+        """Makes the body end with this error, wherever it waits; the first one counts."""
+        if self._scope is not None and self._error is None and not self._scope.expired():
+            self._error = error
+            self._scope.reschedule(self._loop.time())
+
+    def too_slow(self) -> None:
+        """The client does not keep up."""
+        self.end(Overloaded("the client reads too slowly"))
+
+    async def write(self, send: Send, piece: Piece) -> None:
+        """Sends a piece under watch; one at a time, where several answers are written.
+
+        The timer outlives the write, as setting one for every token costs more.
+        """
+        async with self._turn:
+            self._writing_since = self._loop.time()
+            if self._watch is None:
+                self._watch = self._loop.call_later(self._slow_reader_s, self._look)
+            try:
+                await send(piece)
+            finally:
+                self._writing_since = None
+
+    def _look(self) -> None:
+        self._watch = None
+        if self._writing_since is None:
+            return
+        left = self._writing_since + self._slow_reader_s - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._look)
+        else:
+            self.too_slow()

@@ -1,0 +1,117 @@
+"""The model that a gateway serves: its names, limits and tokenizer. No weights, no torch."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import InvalidRequest, ModelNotFound
+from .generation import ChatInput, Input, TextInput, TokenInput
+
+INLINE_CHARACTERS = 2048  # tokenizing more would hold up other streams for a millisecond
+
+
+class TextTokenizer(Protocol):
+    """What is used of `engine.tokenizer.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` works."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text."""
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text, without a prompt's special tokens."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation; InvalidRequest where the template refuses it."""
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text."""
+
+
+class TextStream(Protocol):
+    """What is used of `engine.detokenizer.Detokenizer`."""
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain."""
+
+    def flush(self) -> str:
+        """The rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Sizes in tokens; `max_input` and `max_output` are at most the context."""
+
+    name: str
+    context_length: int
+    max_input: int
+    max_output: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    longest_token: int  # characters
+    tokenizer: TextTokenizer
+    detokenizer: Callable[[], TextStream]
+    threads: ThreadPoolExecutor  # for tokenizing long texts
+    special_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_characters(self) -> int:
+        """A text that is longer can never fit."""
+        return self.max_input * self.longest_token
+
+    def check_name(self, name: str) -> None:
+        """ModelNotFound where another model is asked for; the empty name is ours."""
+        if name not in ("", self.name):
+            raise ModelNotFound(f"model {name[:128]!r} is not served here; {self.name!r} is", field="model")
+
+    async def prompt_ids(self, source: Input) -> list[int]:
+        """The ids that will run; long texts are tokenized on a thread. InvalidRequest where there are none."""
+        if isinstance(source, TokenInput):
+            return list(source.ids)
+        if characters(source) <= INLINE_CHARACTERS:
+            ids = self._encode(source)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(self.threads, self._encode, source)
+        if not ids:
+            raise InvalidRequest("the input has no tokens", field="input")
+        return ids
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; many on a thread."""
+        if len(ids) <= INLINE_CHARACTERS:
+            return self._texts(ids)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._texts, ids)
+
+    def stop_texts(self, ids: Sequence[int]) -> dict[int, str]:
+        """Of each token, what its text stream leaves out: the whole text of a special one, else nothing."""
+        return {token: self.tokenizer.token_text(token) if token in self.special_token_ids else "" for token in ids}
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.token_text(token) for token in ids]
+
+    def _encode(self, source: TextInput | ChatInput) -> list[int]:
+        if isinstance(source, TextInput):
+            return self.tokenizer.encode(source.text)
+        return self.tokenizer.encode_chat([{"role": role, "content": text} for role, text in source.messages])
+
+
+def characters(source: Input) -> int:
+    """Length of the texts of an input; 0 for token ids."""
+    if isinstance(source, TextInput):
+        return len(source.text)
+    if isinstance(source, ChatInput):
+        return sum(len(role) + len(text) for role, text in source.messages)
+    return 0
+
+
+def longest_token(tokenizer: TextTokenizer) -> int:
+    """Characters of the longest token, at least 1."""
+    return max((len(tokenizer.token_text(token)) for token in range(tokenizer.vocab_size)), default=1) or 1

@@ -1,0 +1,169 @@
+"""The decode worker's end of its links: one stream to each prefill worker that it works with."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...kvtransfer.messages import FromReader, FromWriter
+from ...v1 import worker_pb2 as pb
+from ..grpc_setup import open_channel
+from ..identity import ProcessIdentity
+from .handover import PeerAddress
+from .link_events import WriterEvents
+from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
+from .liveness import Liveness
+from .wire_link import PoolOffer
+from .writer_link import OpenChannel, WriterLink
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 2.0
+_LAST_WORDS_S = 1.0
+
+
+class LinkClient:
+    """All links of a decode worker. Built and used on the event loop, `send` and `want` apart.
+
+    For the worker: `LinkClient(identity, form, liveness, offer)` goes into `DecodeHandover`; call `want` with what the
+    gateways' `Peers` name; at the end `driver.stop()`, then `await stop()`, then close the pool and exit soon (a
+    prefill worker takes us for frozen when we live on in silence).
+    """
+
+    def __init__(
+        self,
+        identity: ProcessIdentity,
+        form: pb.ModelFormat,
+        liveness: Liveness,
+        offer: PoolOffer,
+        *,
+        channel: OpenChannel = open_channel,
+        heartbeat_s: float = HEARTBEAT_S,
+        queue_limit: int = LIMIT,
+    ) -> None:
+        """`offer`: our own pool. `queue_limit`: messages that may wait for a prefill worker."""
+        self.form = form
+        self.liveness = liveness
+        self.channel = channel
+        self._identity = identity
+        self._offer = offer
+        self._heartbeat_s = heartbeat_s
+        self._queue_limit = queue_limit
+        self._loop = asyncio.get_running_loop()
+        self._events: WriterEvents | None = None
+        self._links: dict[int, WriterLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def attach(self, events: WriterEvents) -> None:
+        """Before the first `want`."""
+        self._events = events
+
+    def want(self, peers: Iterable[PeerAddress]) -> None:
+        """Any thread: links with these shall stand. Idempotent; needed again after `writer_refused`."""
+        self._loop.call_soon_threadsafe(self._want, tuple(peers))
+
+    def send(self, batches: Mapping[int, Sequence[FromReader]]) -> None:
+        """Any thread: messages for writers; dropped where no link stands."""
+        self._loop.call_soon_threadsafe(self._put, batches)
+
+    async def stop(self) -> None:
+        """Ends all links. Nothing is told to the events any more."""
+        self._events = None
+        links = list(self._links.values())
+        self._links.clear()
+        for link in links:
+            link.end()
+            if link.watch is not None:
+                link.watch.close()
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=_STOP_S)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    def standing(self) -> list[int]:
+        """Writers with which a link stands."""
+        return [writer for writer, link in self._links.items() if link.queue is not None]
+
+    def drop(self, writer: int) -> None:
+        """Breaks the stream with a writer; it comes again."""
+        link = self._links.get(writer)
+        if link is not None:
+            link.drop()
+
+    # LinkOwner
+
+    def hello(self, peer: PeerAddress) -> pb.DecodeHello:
+        """Our first message to `peer`."""
+        return pb.DecodeHello(
+            identity=self._identity.message(),
+            format=self.form,
+            pool=self._offer.message(),
+            expected_incarnation=peer.incarnation,
+        )
+
+    def queue(self) -> LinkQueue[FromReader]:
+        """A queue for a new stream."""
+        return LinkQueue(limit=self._queue_limit, heartbeat_s=self._heartbeat_s)
+
+    def up(self, link: WriterLink) -> None:
+        """Its stream stands."""
+        log.info("link with %s stands", link.known.name if link.known else link.peer.address)
+        if self._events is not None:
+            self._events.writer_up(link.peer.incarnation)
+
+    def down(self, link: WriterLink) -> None:
+        """Its stream broke."""
+        log.info("link with %s broke", link.known.name if link.known else link.peer.address)
+        if link.dying:
+            self._bury(link)
+        elif self._events is not None and link.peer.incarnation in self._links:
+            self._events.writer_down(link.peer.incarnation)
+
+    def received(self, link: WriterLink, message: FromWriter) -> None:
+        """A message came on it."""
+        if self._events is not None and link.peer.incarnation in self._links:
+            self._events.received(link.peer.incarnation, message)
+
+    def dead(self, link: WriterLink) -> None:
+        """The peer's end is proven. A `Complete` that it sent before may still wait in the stream."""
+        if link.queue is None:
+            self._bury(link)
+        else:
+            link.dying = True
+            self._loop.call_later(_LAST_WORDS_S, link.drop)
+
+    def _bury(self, link: WriterLink) -> None:
+        self._links.pop(link.peer.incarnation, None)
+        link.end()
+        if self._events is not None:
+            self._events.writer_dead(link.peer.incarnation)
+
+    def finished(self, link: WriterLink, reason: str, final: bool) -> None:
+        """It gave up, unless its peer died or we stop."""
+        if self._events is None or self._links.get(link.peer.incarnation) is not link:
+            return
+        del self._links[link.peer.incarnation]
+        log.warning("no link with %s (%016x): %s", link.peer.address, link.peer.incarnation, reason)
+        if link.watch is None:
+            self._events.writer_refused(link.peer.incarnation, reason, final)
+        else:
+            if not link.watch.provable:
+                link.watch.close()
+            self._events.writer_replaced(link.peer.incarnation, reason)
+
+    # On the loop
+
+    def _want(self, peers: Sequence[PeerAddress]) -> None:
+        if self._events is None:
+            return
+        for peer in peers:
+            if peer.incarnation not in self._links:
+                link = self._links[peer.incarnation] = WriterLink(self, peer)
+                self._tasks.add(link.task)
+                link.task.add_done_callback(self._tasks.discard)
+
+    def _put(self, batches: Mapping[int, Sequence[FromReader]]) -> None:
+        for writer, messages in batches.items():
+            link = self._links.get(writer)
+            if link is not None and link.queue is not None:
+                link.queue.put(messages)

@@ -1,0 +1,279 @@
+"""The prefill side of the hand-over: `EngineCore` and `Writer` joined; KV is pushed within the step that makes it."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...engine.batch import LayerHook
+from ...engine.core import EngineCore
+from ...engine.request import ChunkProgress, Request, SequenceKey, SequenceOutput, StepResult, Work, sample_keys
+from ...errors import InvalidRequest, TwostrokeError
+from ...kvtransfer.messages import (
+    ClosePool,
+    Copy,
+    FirstToken,
+    FromReader,
+    FromWriter,
+    Instruction,
+    Release,
+    Send,
+    Ticket,
+    Ticketed,
+)
+from ...kvtransfer.peer_pools import PeerPools
+from ...kvtransfer.transport import Transport
+from ...kvtransfer.writer import Writer
+from .handover import Emit, PeerAddress, Post, Traffic
+from .link_events import ReaderLinks
+from .wire_link import PoolOffer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A PREFILL sequence, from its submission until the engine lets it go."""
+
+    samples: int
+    first: tuple[FirstToken, ...] = ()  # once sampled; kept over a preemption, which does not sample again
+
+
+@dataclass(slots=True)
+class _Event:
+    """Something that a link told."""
+
+    handle: Callable[[], list[Instruction]]
+    key: SequenceKey | None = field(default=None)  # of a ticket
+
+
+class PrefillHandover:
+    """Implements `Handover` for role `prefill`, and `ReaderEvents` for its links.
+
+    What links tell is queued, and handled between steps or, in a long prefill, between its layers: a ticket that comes
+    in the middle of a step is served from that layer on. Within a step the engine must not be touched, so what concerns
+    it waits for the step's end; and a ticket for a sequence that is not in the step waits as well, because that
+    sequence's pages may have been taken from it by this very step.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        links: ReaderLinks,
+        pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pool`: the engine's, from which pages are pushed."""
+        self.writer = Writer(layers=pool.shape[0], page_size=pool.shape[4])
+        self.hook: LayerHook | None = self._hook
+        self.traffic = Traffic()
+        self._core = core
+        self._links = links
+        self._pools = PeerPools(pool)
+        self._clock = clock
+        self._post: Post
+        self._emit: Emit
+        self._inbox: deque[_Event] = deque()  # filled by the loop, emptied by the engine's thread
+        self._postponed: list[_Event] = []
+        self._prefills: dict[SequenceKey, _Prefill] = {}
+        self._in_step: frozenset[SequenceKey] | None = None  # within a step: its PREFILL sequences
+        self._whole: set[SequenceKey] = set()  # their last chunk runs in this step
+        self._failed: dict[SequenceKey, Exception] = {}  # in this step's hook
+        self._after_step: list[Callable[[], None]] = []
+        self._outbox: dict[int, list[FromWriter]] = {}
+        self._result = StepResult()
+
+    def close(self) -> None:
+        """Lets go of all pools, once the engine's thread has ended."""
+        self._pools.close()
+
+    # Event loop
+
+    def attach(self, post: Post, emit: Emit) -> None:
+        """See `Handover`."""
+        self._post, self._emit = post, emit
+        self._links.attach(self)
+
+    def reader_up(self, reader: int, offer: PoolOffer, transport: Transport) -> None:
+        """See `ReaderEvents`."""
+        self._tell(_Event(lambda: self._on_up(reader, offer, transport)))
+
+    def reader_down(self, reader: int) -> None:
+        """See `ReaderEvents`."""
+        self._tell(_Event(lambda: self.writer.reader_down(reader, self._clock())))
+
+    def reader_dead(self, reader: int) -> None:
+        """See `ReaderEvents`."""
+        self._tell(_Event(lambda: self.writer.reader_dead(reader)))
+
+    def received(self, reader: int, message: FromReader) -> None:
+        """See `ReaderEvents`."""
+        key = message.key if isinstance(message, Ticket) and isinstance(message.key, SequenceKey) else None
+        self._tell(_Event(lambda: self.writer.receive(reader, message, self._clock()), key))
+
+    def _tell(self, event: _Event) -> None:
+        self._inbox.append(event)
+        self._post(self._drain)
+
+    # Engine thread: Handover
+
+    def submitted(self, request: Request, peer: PeerAddress | None) -> None:
+        """See `Handover`."""
+        if request.work is not Work.PREFILL:
+            return
+        if peer is None or peer.incarnation == 0:
+            error = InvalidRequest("the decode worker is not named", field="peer")
+            self._result.failures += [(key, error) for key in self._core.abandon(request.key)]
+        else:
+            self._prefills[request.key] = _Prefill(request.samples)
+            self._run(self.writer.expect(request.key, peer.incarnation))
+        self._flush()
+
+    def gone(self, key: SequenceKey) -> None:
+        """See `Handover`."""
+        if self._prefills.pop(key, None) is not None:
+            self._run(self.writer.request_gone(key))
+            self._flush()
+
+    def stepped(self, result: StepResult) -> list[SequenceOutput]:
+        """Tells the machine of preemptions and first tokens; then what had to wait for the step's end."""
+        self._in_step = None
+        after_step, self._after_step = self._after_step, []
+        for action in after_step:
+            action()
+        for key in result.preempted:
+            if key in self._prefills:
+                self._run(self.writer.restarted(key))
+        told = {output.key: output for output in result.outputs if output.tokens}
+        for key in told:
+            if (prefill := self._prefills.get(key)) is not None:
+                prefill.first = tuple(_first_token(told[sample]) for sample in sample_keys(key, prefill.samples))
+        dropped = {key for key, _ in result.failures}
+        failed, self._failed = self._failed, {}
+        for key in failed.keys() - dropped:
+            self._fail(key, failed[key])
+        whole, self._whole = self._whole - dropped, set()
+        for key in whole:
+            self._done(key)
+        postponed, self._postponed = self._postponed, []
+        for event in postponed:
+            self._run(event.handle())
+        self._run(self.writer.step_ended())
+        self._flush()
+        return []
+
+    def tick(self, now: float) -> None:
+        """See `Handover`."""
+        self._run(self.writer.tick(now))
+        self._flush()
+
+    def check(self, *, idle: bool) -> None:
+        """See `Handover`. A ticket may be open while no request is left: its request may be on its way."""
+        self.writer.check(idle=idle and not self.writer.open_tickets())
+        if idle and self._prefills:
+            raise TwostrokeError(f"{len(self._prefills)} prefilled sequences are left")
+
+    # Engine thread: within a step
+
+    def _hook(self, layer: int, progress: list[ChunkProgress]) -> None:
+        """After each layer of a step. Must not raise: a failure costs the sequence, not the step."""
+        if self._in_step is None:
+            self._in_step = frozenset(chunk.key for chunk in progress)
+        try:
+            self._drain()
+        except Exception:
+            log.exception("an event of a link failed within a step")
+        for chunk in progress:
+            if chunk.key in self._failed:
+                continue
+            try:
+                self._run(self.writer.pages_ready(chunk.key, layer, chunk.pages, chunk.ready, chunk.total))
+                if chunk.ready == chunk.total:
+                    self._whole.add(chunk.key)
+            except Exception as error:
+                log.exception("the pages of a layer could not be pushed")
+                self._failed[chunk.key] = error
+        self._flush_messages()
+
+    def _fail(self, key: SequenceKey, error: Exception) -> None:
+        samples = self._core.abandon(key)
+        if self._prefills.pop(key, None) is not None:
+            failure = TwostrokeError(f"the KV could not be pushed: {error}")
+            self._result.failures += [(sample, failure) for sample in samples]
+            self._run(self.writer.request_gone(key))
+
+    def _done(self, key: SequenceKey) -> None:
+        """The whole prompt is computed, for the first time or anew."""
+        prefill = self._prefills.get(key)
+        if prefill is not None and prefill.first:
+            self._run(self.writer.prompt_done(key, prefill.first))
+            if self._core.state_of(key) is None:  # it was released before
+                self._prefills.pop(key, None)
+
+    # Engine thread: what both have in common
+
+    def _drain(self) -> None:
+        while self._inbox:
+            event = self._inbox.popleft()
+            if event.key is not None and self._in_step is not None and event.key not in self._in_step:
+                self._postponed.append(event)
+            else:
+                self._run(event.handle())
+        self._flush_messages()
+        if self._in_step is None:
+            self._flush()
+
+    def _on_up(self, reader: int, offer: PoolOffer, transport: Transport) -> list[Instruction]:
+        self._pools.add(reader, transport)
+        return self.writer.reader_up(reader, self._clock(), pool=offer.pool, pool_pages=offer.pages)
+
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        todo = deque(instructions)
+        while todo:
+            match todo.popleft():
+                case Copy() as copy:
+                    self.traffic.pages += 0 if copy.layer else len(copy.src)
+                    todo.extend(self.writer.copied(copy.copy, self._pools.push(copy)))
+                case Send(peer=peer, message=message):
+                    self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
+                case Ticketed(key=SequenceKey() as key):
+                    self.traffic.tickets += 1
+                    self._engine(lambda key=key: self._core.ticketed(key))  # type: ignore[misc]
+                case Release(key=SequenceKey() as key):
+                    self._engine(lambda key=key: self._release(key))  # type: ignore[misc]
+                case ClosePool(reader=reader):
+                    self._pools.drop(reader)
+                case other:
+                    raise TwostrokeError(f"not an instruction for a writer: {other}")
+
+    def _engine(self, action: Callable[[], None]) -> None:
+        if self._in_step is None:
+            action()
+        else:
+            self._after_step.append(action)
+
+    def _release(self, key: SequenceKey) -> None:
+        self._core.release(key)
+        if self._core.state_of(key) is None:
+            self._prefills.pop(key, None)
+
+    def _flush(self) -> None:
+        """One event's messages cross to the loop at once; its failures go to the sessions."""
+        self._flush_messages()
+        if self._result.failures:
+            result, self._result = self._result, StepResult()
+            self._emit(result)
+
+    def _flush_messages(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            self._links.send(outbox)
+
+
+def _first_token(output: SequenceOutput) -> FirstToken:
+    token = output.tokens[0]
+    return FirstToken(output.key.sample, token.token_id, int(output.finish or 0), token.logprobs)

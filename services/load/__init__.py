@@ -1,0 +1,1 @@
+"""Load on a gateway, and what it measured."""

@@ -1,0 +1,125 @@
+"""`twostroke up`: which processes make a stack on this machine, and with which settings."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import grpc.aio
+
+from ...errors import ConfigError
+from ...v1 import inference_pb2, inference_pb2_grpc
+from ..configure import flags_of, setting_variables
+from ..grpc_setup import open_channel
+from ..settings import GatewaySettings, UpSettings, WorkerSettings, split_address
+from ..worker.role_change import successors
+from .child import ChildSpec, Report
+from .machine import cores, free_ports, listen_error
+from .supervisor import Supervisor
+
+JOIN_S = 30.0  # most time for the gateway to meet workers that are ready
+POLL_S = 0.1
+
+
+def roles(up: UpSettings) -> list[tuple[str, str]]:
+    """(role, name) of each worker, e.g. ('decode', 'decode-0')."""
+    counts = (("prefill", up.prefill), ("decode", up.decode), ("both", up.both))
+    return [(role, f"{role}-{index}") for role, count in counts for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """All processes."""
+
+    up: UpSettings
+    gateway: ChildSpec
+    workers: list[ChildSpec]
+
+
+def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> Stack:
+    """The gateway's and the workers' processes, with the addresses that they keep for good.
+
+    Raises ConfigError when nobody would decode, or the gateway's address is taken.
+    """
+    if up.decode + up.both == 0:
+        raise ConfigError(
+            f"decode: got 0, takes at least 1 where --both is 0 (prefill is {up.prefill}): somebody must decode",
+            field="decode",
+        )
+    if why := listen_error(gateway.listen):
+        raise ConfigError(
+            f"listen: got {gateway.listen!r}, takes an address that is free ({why.lower()}); any: --listen 127.0.0.1:0",
+            field="listen",
+        )
+    people = roles(up)
+    ports = free_ports(len(people) + 1)
+    host, port = split_address(gateway.listen)
+    gateway = gateway.model_copy(
+        update={
+            "listen": f"{host}:{port or ports.pop()}",
+            "workers": [f"127.0.0.1:{port}" for port in ports[: len(people)]],
+        }
+    )
+    threads = worker.threads or max(1, cores() // len(people))
+    specs = []
+    for (role, name), address in zip(people, gateway.workers, strict=True):
+        settings = worker.model_copy(update={"role": role, "name": name, "listen": address, "threads": threads})
+        specs.append(_spec(name, role, address, up, settings))
+    return Stack(up, _spec("gateway", "gateway", gateway.listen, up, gateway), specs)
+
+
+def _spec(name: str, role: str, address: str, up: UpSettings, settings: GatewaySettings | WorkerSettings) -> ChildSpec:
+    """Everything is told by flags: variables and files were read once, here, and must not speak twice."""
+    command = (sys.executable, "-m", "twostroke.services.cli")
+    words = (*flags_of(settings), "--parent", str(os.getpid()))
+    environment = {key: value for key, value in os.environ.items() if key.upper() not in setting_variables()}
+    return ChildSpec(
+        name=name,
+        arguments=(*command, role, *words),
+        address=reachable(address),
+        environment=environment | {"PYTHONUNBUFFERED": "1"},
+        silence_s=settings.silence_s,
+        ready_s=up.ready_s,
+        drain_s=settings.drain_s,
+        successors={} if role == "gateway" else successors(command, words),
+    )
+
+
+def reachable(address: str) -> str:
+    """Where this machine reaches what listens on `address`: a wildcard is no place to connect to."""
+    host, port = split_address(address)
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
+
+
+async def gateway_joined(address: str, up: UpSettings) -> None:
+    """Returns once the gateway at `address` sees all workers, or after JOIN_S: it serves with those that it has."""
+    channel = open_channel(address)
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    try:
+        for _ in _until(JOIN_S):
+            try:
+                model = await stub.GetModel(inference_pb2.GetModelRequest(), timeout=1.0)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return
+            else:
+                if model.prefill_workers >= up.prefill and model.decode_workers >= up.decode + up.both:
+                    return
+            await asyncio.sleep(POLL_S)
+    finally:
+        await channel.close()
+
+
+def _until(seconds: float) -> Iterator[None]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+
+
+async def run(stack: Stack, report: Report) -> int:
+    """Runs the stack until a signal; the exit code."""
+    joined = partial(gateway_joined, stack.gateway.address, stack.up)
+    return await Supervisor.of(stack.gateway, stack.workers, report, joined).run()

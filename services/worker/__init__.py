@@ -1,0 +1,1 @@
+"""One engine in a process: its thread, its sessions with gateways."""

@@ -1,0 +1,82 @@
+"""The queue between workers' sessions and a request."""
+
+import asyncio
+
+import pytest
+
+from twostroke.engine.request import SequenceKey, SequenceOutput, Token
+from twostroke.services.gateway.inbox import (
+    EVENT_BYTES,
+    LOGPROB_BYTES,
+    TOKEN_BYTES,
+    Event,
+    Gone,
+    Inbox,
+    Output,
+    size_of,
+)
+
+
+def output(*ids: int, logprobs: int = 0) -> Output:
+    tokens = [Token(id_, ((1, -1.0),) * logprobs) for id_ in ids]
+    return Output(1, SequenceOutput(SequenceKey(1, 1, 0, 0), 0, tokens, None, None))
+
+
+def never() -> None:
+    raise AssertionError("it is not full")
+
+
+async def test_takes_all_that_came_in_order() -> None:
+    inbox, events = Inbox(10_000, never), [output(1), Gone(2, "x"), output(2, 3)]
+    for event in events:
+        inbox.put(event)
+    assert await inbox.take() == events
+
+
+async def test_a_taker_that_waits_is_woken_once_for_all() -> None:
+    inbox = Inbox(10_000, never)
+    taken: list[list[Event]] = []
+
+    async def take() -> None:
+        taken.append(await inbox.take())
+
+    task = asyncio.create_task(take())
+    await asyncio.sleep(0)
+    inbox.put(output(1))
+    inbox.put(output(2))
+    await task
+    assert taken == [[output(1), output(2)]]
+
+
+async def test_a_taker_can_be_cancelled_and_nothing_is_lost() -> None:
+    inbox = Inbox(10_000, never)
+    task = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    inbox.put(output(1))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await inbox.take() == [output(1)]
+
+
+async def test_the_bound_is_told_once_and_nothing_more_is_kept() -> None:
+    told: list[int] = []
+    inbox = Inbox(2 * (EVENT_BYTES + TOKEN_BYTES), lambda: told.append(1))
+    inbox.put(output(1))
+    inbox.put(output(2))
+    assert not told
+    inbox.put(output(3))
+    inbox.put(output(4))
+    assert told == [1]
+
+
+async def test_taking_makes_room() -> None:
+    inbox = Inbox(EVENT_BYTES + TOKEN_BYTES, never)
+    for id_ in range(5):
+        inbox.put(output(id_))
+        assert await inbox.take() == [output(id_)]
+
+
+def test_sizes() -> None:
+    assert size_of(Gone(1, "x")) == EVENT_BYTES
+    assert size_of(output(1, 2, logprobs=3)) == EVENT_BYTES + 2 * TOKEN_BYTES + 6 * LOGPROB_BYTES
