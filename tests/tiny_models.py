@@ -102,7 +102,8 @@ def make_model(directory: Path, name: str, *, shard: str = "5GB", seed: int = 0)
     `shard`: most bytes of a file. The tokenizer is `tiny.py`'s business.
     """
     kind, changes = MODELS[name]
-    config = getattr(transformers, kind)(**{**_SIZES, **changes})
+    # Eager: transformers 5.17 leaves soft caps out of its other implementations.
+    config = getattr(transformers, kind)(**{**_SIZES, **changes}, attn_implementation="eager")
     architecture = kind.replace("TextConfig", "ForCausalLM").replace("Config", "ForCausalLM")
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config).eval()
