@@ -129,7 +129,8 @@ class LoadRun:
             for task in self._tasks:
                 task.cancel()
         for task in self._tasks:
-            task.result()
+            if not task.cancelled():  # its `_done` may not have been called yet
+                task.result()
 
     async def _measured(self, planned: PlannedRequest, scheduled: float | None) -> None:
         await self._one(planned, record := Record(planned.index, scheduled, cut=planned.cut), self.tally)

@@ -35,7 +35,7 @@ def parsed(arguments: tuple[str, ...]) -> tuple[str, dict[str, object], Any]:
     context = main.make_context("twostroke", list(arguments[3:]))
     name, command, rest = main.resolve_command(context, [*context._protected_args, *context.args])
     assert command is not None
-    params = command.make_context(name, rest).params
+    params = command.make_context(name, rest, parent=context).params
     params.pop("config")
     parent = params.pop("parent")
     return name or "", given_flags(params), parent
