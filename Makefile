@@ -46,6 +46,7 @@ gpu: $(VENV)/.dev ## the tests that need a CUDA device
 
 bench-cpu: $(VENV)/.dev ## against transformers on this machine's cores
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/report.py
 
 bench-prefix: $(VENV)/.dev ## warm and cold caches, routing by prefix and at random
 	$(BIN)/python benchmarks/prefix.py
