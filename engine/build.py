@@ -11,11 +11,15 @@ from torch import Tensor
 from ..errors import ConfigError
 from .config import DType, EngineOptions
 from .core import EngineCore
+from .huge_pages import use_huge_pages
 from .memory import KVPlan, plan_kv
 from .model_config import ModelConfig
+from .model_files import weight_files
 from .prefix_cache import cache_root
 from .runner import ModelRunner
 from .weights import load_weights
+
+WORTH_HUGE_PAGES = 32 << 20  # bytes of weights
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -55,6 +59,8 @@ def build_engine(
     plan = plan_kv(config, options)
     dtype = TORCH_DTYPES[options.dtype]
     weights = load_weights(model_dir, config, dtype, options.device)
+    if options.device == "cpu" and sum(file.stat().st_size for file in weight_files(model_dir)) >= WORTH_HUGE_PAGES:
+        use_huge_pages()  # before the pool is there, most of which is not touched for long
     pool = _pool(plan, dtype, options.device, allocate)
     runner = ModelRunner(config, weights, options, pool)
     core = EngineCore(
