@@ -1,7 +1,6 @@
 """A whole stack of processes for a benchmark, started by `twostroke up` and used through the public API."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -11,14 +10,9 @@ from dataclasses import dataclass
 import grpc
 import psutil
 
+from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc as rpc
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -59,7 +53,7 @@ class Running:
 @contextlib.contextmanager
 def running(model: str, *flags: str, timeout_s: float = 120) -> Iterator[Running]:
     """Starts gateway, one prefill and one decode worker on free ports and waits until they serve."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "twostroke.services.cli", "up", "--model", model, "--listen", address, *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -72,6 +72,18 @@ def address_argument(_: click.Context, parameter: click.Parameter, value: str) -
     return value
 
 
+gateway_option = click.option(
+    "--address",
+    envvar="TWOSTROKE_ADDRESS",
+    default="127.0.0.1:50051",
+    show_default=True,
+    metavar="HOST:PORT",
+    callback=address_argument,
+    help="The gateway.",
+)
+"""Of every command that talks to a gateway."""
+
+
 def given_flags(options: dict[str, Any]) -> dict[str, object]:
     """The options that were given on the command line, by field name."""
     return {name: value for name, value in options.items() if value is not None and value != ()}

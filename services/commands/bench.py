@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from ...errors import ConfigError
-from ..options import address_argument
+from ..options import gateway_option
 
 if TYPE_CHECKING:
     from ..load.bench import BenchPlan
@@ -23,15 +23,7 @@ _SECONDS = click.FloatRange(0.001, 1e7)
 
 
 @click.command(short_help="Load a running gateway and measure.")
-@click.option(
-    "--address",
-    envvar="TWOSTROKE_ADDRESS",
-    default="127.0.0.1:50051",
-    show_default=True,
-    metavar="HOST:PORT",
-    callback=address_argument,
-    help="The gateway.",
-)
+@gateway_option
 @click.option("--model", default="", metavar="NAME", help="Served name  [default: whatever it serves]")
 @click.option("--concurrency", type=click.IntRange(1, 65536), metavar="N", help="Requests at once  [default: 4]")
 @click.option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import InvalidRequest, TwostrokeError
-from ..options import address_argument
+from ..options import gateway_option
 from .generate import printable, unicode_text
 
 if TYPE_CHECKING:
@@ -36,15 +36,7 @@ _PENALTY = click.FloatRange(-10, 10)
 
 
 @click.command()
-@click.option(
-    "--address",
-    envvar="TWOSTROKE_ADDRESS",
-    default="127.0.0.1:50051",
-    show_default=True,
-    metavar="HOST:PORT",
-    callback=address_argument,
-    help="The gateway.",
-)
+@gateway_option
 @click.option("--model", default="", metavar="NAME", help="Served name  [default: whatever it serves]")
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(1, 2**32 - 1), metavar="N", help="Most tokens of an answer.")

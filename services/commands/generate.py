@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import ConfigError
-from ..options import address_argument
+from ..options import gateway_option
 from ..sampling_flags import read_sampling_flags, read_stopping_flags, sampling_flags
 
 if TYPE_CHECKING:
@@ -24,15 +24,7 @@ MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
 @click.command()
 @click.argument("words", nargs=-1, metavar="[PROMPT]...")
 @click.option("--prompt", metavar="TEXT", help="The prompt; else the words on the command line, else stdin.")
-@click.option(
-    "--address",
-    envvar="TWOSTROKE_ADDRESS",
-    default="127.0.0.1:50051",
-    show_default=True,
-    metavar="HOST:PORT",
-    callback=address_argument,
-    help="The gateway.",
-)
+@gateway_option
 @click.option("--model", default="", metavar="NAME", help="Served name  [default: whatever it serves]")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
