@@ -72,7 +72,8 @@ def rows(schema: type[Settings]) -> Iterator[str]:
         default = default_text(field)
         flags = f"`{flag(name)}`" + (f", `{flag('no_' + name)}`" if is_flag(field) else "")
         meaning = (field.description or "").replace("|", "\\|")
-        yield f"| `{name}` | {flags} | {takes(field)} | {f'`{default}`' if default else ''} | {meaning} |"
+        default = default if default in ("", "by device") else f"`{default}`"
+        yield f"| `{name}` | {flags} | {takes(field)} | {default} | {meaning} |"
 
 
 def document() -> str:

@@ -71,11 +71,17 @@ def is_list(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is list
 
 
-def takes(field: FieldInfo) -> str:
-    """What the field takes, as the end of a sentence: 'a whole number from 1 to 4096'."""
+def kind_of(field: FieldInfo) -> Any:
+    """Its type, where None stands for a default that depends on other settings."""
     kind: Any = field.annotation
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(option for option in get_args(kind) if option is not types.NoneType)
+    return kind
+
+
+def takes(field: FieldInfo) -> str:
+    """What the field takes, as the end of a sentence: 'a whole number from 1 to 4096'."""
+    kind = kind_of(field)
     words = next((mark.text for mark in field.metadata if isinstance(mark, Takes)), None)
     if words == "a size":
         return f"a size{_range(field, size=True)}, such as 512MB or 1GiB"
@@ -93,6 +99,8 @@ def takes(field: FieldInfo) -> str:
 def default_text(field: FieldInfo) -> str:
     """The default as a person would type it; empty where there is none to name."""
     value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None and "By device: " in (field.description or ""):
+        return "by device"
     if value is None or value in ("", []):
         return ""
     if isinstance(value, bool):

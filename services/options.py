@@ -2,29 +2,34 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import click
 from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
-from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list
+from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list, kind_of
 from .settings import Settings, Takes, split_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_METAVARS = {"a size": "SIZE", "an address, host:port": "HOST:PORT", "addresses, host:port,host:port": "HOST:PORT,..."}
+_METAVARS = {
+    "a size": "SIZE",
+    "a share over 0, up to 1, or a size such as 60GiB": "SHARE|SIZE",
+    "an address, host:port": "HOST:PORT",
+    "addresses, host:port,host:port": "HOST:PORT,...",
+}
 
 
 def _metavar(field: FieldInfo) -> str:
     for mark in field.metadata:
         if isinstance(mark, Takes):
             return _METAVARS.get(mark.text, "TEXT")
-    kind: Any = field.annotation
+    kind = kind_of(field)
     if choices := [str(choice) for choice in get_args(kind) if isinstance(choice, (str, int))]:
         return "|".join(choices)
     if kind in (int, float):
         return "N" if kind is int else "X"
-    return "PATH" if kind is Path or (get_origin(kind) and Path in get_args(kind)) else "TEXT"
+    return "PATH" if kind is Path else "TEXT"
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ..engine.config import DType, EngineOptions, Reserve
+from ..engine.config import DType, EngineOptions, LoadFormat, Reserve
 
 ENV_PREFIX = "TWOSTROKE_"
 DNS_PREFIX = "dns:"
@@ -31,6 +31,21 @@ def parse_bytes(value: object) -> object:
     if match is None or match[2] not in _UNITS:
         raise ValueError("not a size")
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def parse_limit(value: object) -> object:
+    """A share of something ('0.9', 1) or an amount of it ('60GiB', 64424509440); what is neither is left or refused.
+
+    A number from 1 to 1 MiB is refused: whoever says 90 means 0.9.
+    """
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            value = parse_bytes(value)
+    if isinstance(value, bool) or (isinstance(value, (int, float)) and 1 < value < 1 << 20):
+        raise ValueError("neither a share nor a size")
+    return value
 
 
 def parse_list(value: object) -> object:
@@ -76,10 +91,12 @@ class Takes:
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Takes("a size")]
+MaybeSize = Annotated[int | None, BeforeValidator(parse_bytes), Takes("a size")]
+Limit = Annotated[float, BeforeValidator(parse_limit), Takes("a share over 0, up to 1, or a size such as 60GiB")]
 Address = Annotated[str, AfterValidator(_address), Takes("an address, host:port")]
 Place = Annotated[str, AfterValidator(_place)]
 Places = Annotated[list[Place], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
-PageSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_digits)]
+PageSize = Annotated[Literal[16, 32, 64, 128] | None, BeforeValidator(_digits)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 _TOKENS = 1 << 24  # no model's context comes near
@@ -161,18 +178,26 @@ class WorkerSettings(Settings):
     """dtype of weights, activations and KV."""
     device: Annotated[str, Takes("cpu, cuda or cuda:N")] = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,2})?)$")
     """Where the model runs: `cpu`, `cuda` or `cuda:N`."""
-    page_size: PageSize = 16
-    """Tokens a KV page; equal on all workers."""
-    kv_memory: Size = Field(1 << 30, ge=1 << 20, le=1 << 44)
-    """Size of the KV pool, in bytes."""
-    max_batch: int = Field(64, ge=1, le=4096)
-    """Sequences that run at once."""
+    page_size: PageSize = None
+    """Tokens a KV page; equal on all workers. By device: 16 on a CPU, 64 on a GPU."""
+    kv_memory: MaybeSize = Field(None, ge=1 << 20, le=1 << 44)
+    """Size of the KV pool, in bytes. By device: 1GiB on a CPU; on a GPU, what `gpu_memory` leaves."""
+    gpu_memory: Limit = Field(0.9, gt=0, le=1 << 44, allow_inf_nan=False)
+    """Most memory of a GPU that the worker takes, everything counted in: a share of all that it has, or bytes."""
+    load_format: LoadFormat = "auto"
+    """Weights: those of the model (`auto`), or random ones for its `config.json` (`dummy`), to measure with."""
+    batch_invariant: bool = False
+    """On a GPU: the same tokens whatever else runs, however a prompt is chunked, whatever was cached; slower."""
+    cuda_graphs: bool = True
+    """On a GPU: decode steps are captured once and replayed."""
+    max_batch: int | None = Field(None, ge=1, le=4096)
+    """Sequences that run at once. By device: 64 on a CPU, 256 on a GPU."""
     max_input: int = Field(0, ge=0, le=_TOKENS)
     """Most prompt tokens of a sequence; 0: the model's context."""
     max_output: int = Field(0, ge=0, le=_TOKENS)
     """Most output tokens of a sequence; 0: the model's context."""
-    token_budget: int = Field(512, ge=16, le=1 << 20)
-    """Tokens computed in one step, decoding ones counted in."""
+    token_budget: int | None = Field(None, ge=16, le=1 << 20)
+    """Tokens computed in one step, decoding ones counted in. By device: 512 on a CPU, 8192 on a GPU."""
     decode_prefill_budget: int = Field(128, ge=1, le=1 << 20)
     """Of these, prompt tokens that a decode worker computes."""
     reserve: Reserve = "expected"
@@ -193,8 +218,9 @@ class WorkerSettings(Settings):
     """Bytes buffered for a gateway that reads slowly; more ends its session."""
 
     def engine_options(self) -> EngineOptions:
-        """The engine's share of these settings."""
-        return EngineOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)})
+        """The engine's share of these settings; what was left to the device is filled in."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)}
+        return EngineOptions(**{name: 0 if value is None else value for name, value in values.items()})
 
 
 class UpSettings(Settings):

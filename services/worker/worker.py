@@ -163,7 +163,7 @@ class Worker:
             format=self._loaded.form,
             address=self._address,
             pages=engine.plan.pages - 1,
-            max_batch=self._settings.max_batch,
+            max_batch=self._settings.engine_options().max_batch,
             max_tokens=min(engine.config.context_length, (engine.plan.pages - 1) * engine.plan.page_size),
         )
 

@@ -207,7 +207,10 @@ def test_descriptions_of_what_fields_take() -> None:
     assert takes(fields["unticketed_share"]) == "a number over 0, up to 1"
     assert takes(fields["models_dir"]) == takes(fields["shm_dir"]) == "a path"
     assert takes(fields["page_size"]) == "one of 16, 32, 64, 128"
-    assert default_text(fields["kv_memory"]) == "1GiB"
+    assert takes(fields["gpu_memory"]) == "a share over 0, up to 1, or a size such as 60GiB"
+    assert takes(fields["max_batch"]) == "a whole number from 1 to 4096"
+    assert default_text(fields["session_buffer_bytes"]) == "4MiB"
+    assert {default_text(fields[name]) for name in ("kv_memory", "page_size", "max_batch")} == {"by device"}
     assert default_text(fields["prefix_cache"]) == "true"
     assert default_text(fields["advertise"]) == default_text(fields["models_dir"]) == ""
     assert default_text(GatewaySettings.model_fields["workers"]) == ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from twostroke.engine.config import EngineOptions
-from twostroke.services.describe import SECTIONS
+from twostroke.services.describe import SECTIONS, kind_of
 from twostroke.services.settings import (
     GatewaySettings,
     Settings,
@@ -104,6 +104,18 @@ def test_strings_from_flags_and_variables_become_values() -> None:
         ("dtype", "int8"),
         ("device", "tpu"),
         ("device", "cuda:x"),
+        ("gpu_memory", 0),
+        ("gpu_memory", "0.0"),
+        ("gpu_memory", -0.5),
+        ("gpu_memory", 90),
+        ("gpu_memory", "90%"),
+        ("gpu_memory", "1.5"),
+        ("gpu_memory", "512KiB"),
+        ("gpu_memory", "nan"),
+        ("gpu_memory", "inf"),
+        ("gpu_memory", "100TiB"),
+        ("gpu_memory", True),
+        ("load_format", "random"),
         ("listen", ""),
         ("listen", "nowhere"),
         ("advertise", "nowhere"),
@@ -120,6 +132,42 @@ def test_wrong_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         WorkerSettings.model_validate({"role": "both", field: value})
     assert [problem["loc"][0] for problem in caught.value.errors()] == [field]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ("0.9", 0.9),
+        (1, 1.0),
+        ("1", 1.0),
+        (0.25, 0.25),
+        ("60GiB", 60 << 30),
+        ("64424509440", 60 << 30),
+        (1 << 20, 1 << 20),
+    ],
+)
+def test_a_limit_is_a_share_or_a_size(given: object, limit: float) -> None:
+    settings = WorkerSettings.model_validate({"role": "both", "gpu_memory": given})
+    assert settings.gpu_memory == limit
+    assert settings.engine_options().gpu_memory == limit
+
+
+def test_what_is_not_said_is_the_devices() -> None:
+    def sizes(**given: object) -> tuple[int, int, int, int]:
+        options = WorkerSettings.model_validate({"role": "both", **given}).engine_options()
+        return options.page_size, options.token_budget, options.max_batch, options.kv_memory
+
+    assert sizes() == sizes(device="cpu") == (16, 512, 64, 1 << 30)
+    assert sizes(device="cuda") == sizes(device="cuda:3") == (64, 8192, 256, 0)
+    said = {"page_size": "16", "token_budget": "1024", "max_batch": "7", "kv_memory": "3MiB"}
+    assert sizes(device="cuda", **said) == sizes(**said) == (16, 1024, 7, 3 << 20)
+
+
+def test_options_are_whole_however_they_are_made() -> None:
+    options = EngineOptions(device="cuda:1", page_size=128)
+    assert (options.page_size, options.max_batch, options.device_type) == (128, 256, "cuda")
+    assert dataclasses.replace(options, max_batch=5).token_budget == 8192
+    assert EngineOptions(device="else").page_size == 16  # it will be refused by name, not by its page size
 
 
 def test_too_many_workers() -> None:
@@ -154,7 +202,7 @@ def test_every_field_says_what_it_is(schema: type[Settings]) -> None:
 @pytest.mark.parametrize("schema", [GatewaySettings, WorkerSettings, UpSettings])
 def test_every_number_has_bounds(schema: type[Settings]) -> None:
     for name, field in schema.model_fields.items():
-        if field.annotation in (int, float):
+        if kind_of(field) in (int, float):
             kinds = {type(mark).__name__ for mark in field.metadata}
             assert kinds & {"Ge", "Gt"}, name
             assert "Le" in kinds, name
