@@ -1,0 +1,68 @@
+"""The gates of gated feed-forward layers, and the soft cap."""
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+_WARPS = 4  # 16 elements a thread: two 16-byte loads of the gate and two of the other half in flight
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up,  # [rows, 2 * inner]
+    out,  # [rows, inner]
+    inner: tl.constexpr,
+    gelu: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < inner
+    source = gate_up + row * (2 * inner) + columns
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
+    if gelu:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with no cancellation
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate *= tl.sigmoid(gate)
+    tl.store(out + row * inner + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _soft_cap_kernel(
+    logits,  # [count]
+    count,
+    cap: tl.constexpr,
+    block: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    x = tl.load(logits + place, mask=place < count, other=0.0).to(tl.float32)
+    y = cap * (2.0 * tl.sigmoid(x * (2.0 / cap)) - 1.0)
+    tl.store(logits + place, y.to(logits.dtype.element_ty), mask=place < count)
+
+
+def gated(
+    gate_up: Tensor,  # [rows, 2 * inner] contiguous, gate in the first half
+    out: Tensor,  # [rows, inner] contiguous: written
+    activation: Literal["silu", "gelu_tanh"],
+) -> None:
+    """out = activation(gate) * up, in float32, rounded once; gelu by its tanh approximation.
+
+    Source: Shazeer, GLU Variants Improve Transformer (2020).
+    """
+    rows, inner = out.shape
+    block = min(_BLOCK, triton.next_power_of_2(inner))
+    grid = (rows, triton.cdiv(inner, block))
+    _gated_kernel[grid](gate_up, out, inner, activation == "gelu_tanh", block, num_warps=_WARPS)
+
+
+def soft_cap_(logits: Tensor, cap: float) -> None:
+    """logits = cap * tanh(logits / cap), in float32, rounded once, to within cap * 2e-7.
+
+    `logits`: contiguous; `cap`: above 0. Source: Gemma Team, Gemma 2 (2024).
+    """
+    grid = (triton.cdiv(logits.numel(), _BLOCK),)
+    _soft_cap_kernel[grid](logits, logits.numel(), cap, _BLOCK, num_warps=_WARPS)
