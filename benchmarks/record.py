@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def _commit() -> str:
+    """Of the checkout; the environment names it where a copy without history runs."""
+    if named := os.environ.get("TWOSTROKE_COMMIT"):
+        return named
     run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True)
     return run.stdout.strip() or "unknown"
 
@@ -36,10 +40,10 @@ def _triton() -> str | None:
 class Recorder:
     """Appends lines to `results/<name>.jsonl`, stamped with the machine, the versions and the command."""
 
-    def __init__(self, name: str) -> None:
-        """`name`: of the result file, without ending."""
+    def __init__(self, name: str, path: Path | None = None) -> None:
+        """`name`: of the result file, without ending. `path`: another file instead."""
         RESULTS.mkdir(exist_ok=True)
-        self._path = RESULTS / f"{name}.jsonl"
+        self._path = path or RESULTS / f"{name}.jsonl"
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self._stamp: dict[str, Any] = {
             **({"gpu": gpu} if gpu else {"cpu": _cpu()}),
