@@ -1,0 +1,255 @@
+"""Attention of one query token a row over its sequence's pages (split-KV, GQA-packed), for a step's decode rows.
+
+Flash-Decoding (Dao et al., 2023): a row's pages are split among several programs, each with an online softmax of its
+own, and the partial results are merged. The query heads that share a KV head are the rows of one matrix product, so
+that K and V are read once. Scores, sums and partial results are float32.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode_plan import DecodeLaunch, DecodePlan, decode_launch
+
+MIN_HEADS = 16  # rows that tl.dot needs
+
+
+@triton.jit
+def _merge(
+    partial, max_sum, out, first_item, count, head, real,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Merges a row's `count` partial results from `first_item` on, for the heads `head` that are `real`, into `out`."""
+    d = tl.arange(0, BLOCK_D)
+    largest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    sums = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for i in range(0, count, ITEMS):
+        part = i + tl.arange(0, ITEMS)
+        item = (first_item + part).to(tl.int64)
+        mask = (part < count)[:, None] & real[None, :]
+        at = item[:, None] * HEADS + head[None, :]
+        # From L2: other multiprocessors wrote them, maybe while this kernel ran.
+        m = tl.load(max_sum + 2 * at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        s = tl.load(max_sum + 2 * at + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        here = mask[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        acc_at = partial + at[:, :, None] * HEAD_DIM + d[None, None, :]
+        acc = tl.load(acc_at, mask=here, other=0.0, cache_modifier=".cg")
+        above = tl.maximum(largest, tl.max(m, 0))
+        above = tl.where(real, above, 0.0)
+        old = tl.exp2(largest - above)
+        weight = tl.exp2(m - above[None, :])
+        total = total * old + tl.sum(weight * s, 0)
+        sums = sums * old[:, None] + tl.sum(weight[:, :, None] * acc, 0)
+        largest = above
+    total = tl.where(real, total, 1.0)
+    tl.store(
+        out + head[:, None] * HEAD_DIM + d[None, :],
+        (sums / total[:, None]).to(out.dtype.element_ty),
+        mask=real[:, None] & (d < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _merge_kernel(
+    partial, max_sum, spans, out, out_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // HEADS
+    count = tl.load(spans + 2 * row + 1)
+    if count == 1:  # written by the attention kernel itself
+        return
+    head = tl.program_id(0) % HEADS + tl.arange(0, 1)
+    first = tl.load(spans + 2 * row)
+    out += row.to(tl.int64) * out_stride
+    _merge(partial, max_sum, out, first, count, head, head < HEADS, HEADS, HEAD_DIM, 1, BLOCK_D, ITEMS)
+
+
+@triton.jit
+def _decode_kernel(
+    q, pool, tables, items, partial, max_sum, arrived, out, q_stride, table_stride, out_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    RATE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FUSED: tl.constexpr, MERGE_H: tl.constexpr, MERGE_ITEMS: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    SLAB: tl.constexpr = PAGE * HEAD_DIM
+    unit = tl.program_id(0) % (KV_HEADS * BLOCKS)
+    record = items + tl.program_id(0) // (KV_HEADS * BLOCKS) * 8
+    row = tl.load(record)
+    if row < 0:
+        return
+    table = tables + tl.load(record + 1).to(tl.int64) * table_stride
+    first_page = tl.load(record + 2)
+    pages = tl.load(record + 3)
+    length = tl.load(record + 4)
+    first_item = tl.load(record + 5)
+    count = tl.load(record + 6)
+
+    kv_head = unit // BLOCKS
+    member = unit % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)  # of the KV head's group
+    head = kv_head * GROUP + member
+    d = tl.arange(0, BLOCK_D)
+    inside = (d < HEAD_DIM)[None, :]
+    mine = (member < GROUP)[:, None] & inside
+    query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=mine, other=0.0)
+
+    begin = first_page * PAGE
+    end = tl.minimum(begin + pages * PAGE, length)
+    low = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    if WINDOW and BLOCK_N < PAGE:
+        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)  # a block wholly masked would give inf - inf
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        valid = (n >= low) & (n < end)
+        if BLOCK_N <= PAGE:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            slab = pool + (page * (2 * KV_HEADS) + kv_head) * SLAB + start % PAGE * HEAD_DIM
+            k_at = slab + tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + d[None, :]
+        else:
+            page = tl.load(table + n // PAGE, mask=n < end, other=0).to(tl.int64)
+            offset = (page * (2 * KV_HEADS) + kv_head) * SLAB + n % PAGE * HEAD_DIM
+            k_at = pool + offset[:, None] + d[None, :]
+        # Masked positions are not read: there may be NaN, and 0 * NaN is NaN.
+        read = valid[:, None] & inside
+        k = tl.load(k_at, mask=read, other=0.0)
+        v = tl.load(k_at + KV_HEADS * SLAB, mask=read, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        scores *= RATE
+        if CAP:  # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x))
+            scores = CAP - 2 * CAP / (1 + tl.exp2(scores))
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        above = tl.maximum(m, tl.max(scores, 1))
+        old = tl.exp2(m - above)
+        weight = tl.exp2(scores - above[:, None])
+        total = total * old + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+        m = above
+
+    if count == 1:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row's item is empty
+        out_at = out + row.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=mine)
+        return
+    at = (tl.program_id(0) // (KV_HEADS * BLOCKS)).to(tl.int64) * HEADS + head
+    tl.store(partial + at[:, None] * HEAD_DIM + d[None, :], acc, mask=mine)
+    tl.store(max_sum + 2 * at, m, mask=member < GROUP)
+    tl.store(max_sum + 2 * at + 1, total, mask=member < GROUP)
+    if FUSED:
+        tl.debug_barrier()  # all threads' results are written before one thread says so
+        arrived += row * HEADS + unit
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1:
+            tl.store(arrived, 0)  # for the next layer
+            member = unit % BLOCKS * BLOCK_H + tl.arange(0, MERGE_H)
+            head = kv_head * GROUP + member
+            out += row.to(tl.int64) * out_stride
+            _merge(
+                partial, max_sum, out, first_item, count, head, member < GROUP,
+                HEADS, HEAD_DIM, MERGE_H, BLOCK_D, MERGE_ITEMS,
+            )  # fmt: skip
+
+
+class DecodeScratch:
+    """Partial results of one layer's decode attention, preallocated; plans and layers may share one."""
+
+    def __init__(self, max_items: int, heads: int, head_dim: int, *, device: torch.device) -> None:
+        """`max_items`: the most of any plan used with it."""
+        self.partial = torch.empty(max_items, heads, head_dim, dtype=torch.float32, device=device)
+        self.max_sum = torch.empty(max_items, heads, 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_items, heads, dtype=torch.int32, device=device)  # programs of a row that ended
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.partial.nbytes + self.max_sum.nbytes + self.arrived.nbytes
+
+
+def decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    plan: DecodePlan,
+    scratch: DecodeScratch,
+    out: Tensor,
+    *,
+    kv_heads: int,
+    page_size: int,
+    scale: float,
+    cap: float,
+    window: int,
+    launch: DecodeLaunch | None = None,
+) -> None:
+    """Attention of one token a row over all positions up to its own, or the last `window` of them (0: all), into `out`.
+
+    Query head h reads KV head h // (heads // kv_heads); scores are products * `scale`, softly bounded by `cap` (0: not).
+    `q`: [rows, heads * head_dim], rows may be strided; `pool`: [pages, 2, kv_heads, page_size, head_dim], contiguous,
+    this step's K and V written, of q's dtype; `tables`: int32 [slots, max_pages]; `slots`, `positions`: int32 [rows],
+    already seen by `plan_decode` with the same page size and window; `out`: as q. Padding rows (slot 0) become zeros.
+    Raises ValueError where the shapes do not fit.
+    """
+    rows, width = q.shape
+    head_dim = pool.shape[4]
+    heads = width // head_dim
+    if pool.shape[1:4] != (2, kv_heads, page_size) or out.shape != q.shape or heads * head_dim != width:
+        raise ValueError(f"q {list(q.shape)}, out {list(out.shape)} and pool {list(pool.shape)} do not fit together")
+    if slots.shape[0] != rows or positions.shape[0] != rows or heads % kv_heads:
+        raise ValueError(f"{rows} rows of {heads} heads on {kv_heads}, with {slots.shape[0]} slots")
+    items = plan.items_of(rows)
+    if items > scratch.partial.shape[0] or scratch.partial.shape[1:] != (heads, head_dim):
+        raise ValueError(f"{items} items of {heads} heads of {head_dim} in a scratch of {list(scratch.partial.shape)}")
+    launch = launch or decode_launch(head_dim, pool.element_size())
+    group, block_d = heads // kv_heads, triton.next_power_of_2(head_dim)
+    merge_heads = min(MIN_HEADS, triton.next_power_of_2(group))
+    rate = scale * math.log2(math.e)  # of a product in the exponent of 2
+    _decode_kernel[(items * kv_heads * triton.cdiv(group, MIN_HEADS),)](
+        q,
+        pool,
+        tables,
+        plan.items,
+        scratch.partial,
+        scratch.max_sum,
+        scratch.arrived,
+        out,
+        q.stride(0),
+        tables.stride(0),
+        out.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        RATE=2 * rate / cap if cap else rate,
+        CAP=cap * math.log2(math.e),
+        WINDOW=window,
+        BLOCK_H=MIN_HEADS,
+        BLOCK_N=launch.block,
+        BLOCK_D=block_d,
+        FUSED=launch.fused,
+        MERGE_H=merge_heads,
+        MERGE_ITEMS=max(1, min(16, 4096 // (merge_heads * block_d))),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if launch.fused:
+        return
+    _merge_kernel[(rows * heads,)](
+        scratch.partial,
+        scratch.max_sum,
+        plan.spans,
+        out,
+        out.stride(0),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        ITEMS=max(1, min(16, 4096 // block_d)),
+        num_warps=4,
+    )
