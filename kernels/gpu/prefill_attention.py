@@ -8,95 +8,107 @@ result depends neither on how its prompt was cut into chunks nor on what else is
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .prefill_shape import PrefillShape, prefill_shape
+
 LOG2E = tl.constexpr(math.log2(math.e))
-MAX_PACK = 32  # query heads in a tile
 MAX_ROW = 2**31  # of a pool seen as rows: the bulk copy's coordinates are int32
 
 
 @triton.jit
+def _offsets(
+    table,
+    begin,  # position of the first key, a multiple of block
+    end,  # pages from there on are not in the table
+    masked: tl.constexpr,
+    block: tl.constexpr,
+    page_size: tl.constexpr,
+    page_stride: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """Where a block's keys lie from the head's slab in page 0 on: int64 [block].
+
+    A page is one number for all its keys: a few scalar loads, and no gather from the table.
+    """
+    lanes = tl.arange(0, block)
+    if block <= page_size:
+        page = tl.load(table + begin // page_size).to(tl.int64)
+        return page * page_stride + (begin % page_size + lanes) * head_dim
+    offsets = (lanes % page_size).to(tl.int64) * head_dim
+    for i in tl.static_range(block // page_size):
+        index = begin // page_size + i
+        page = tl.load(table + index, mask=index * page_size < end, other=0) if masked else tl.load(table + index)
+        offsets += tl.where(lanes // page_size == i, page.to(tl.int64) * page_stride, 0)
+    return offsets
+
+
+@triton.jit
 def _attend(
-    acc,  # float32 [ROWS, WIDTH]
-    total,  # float32 [ROWS]: sums of the weights
-    top,  # float32 [ROWS]: greatest score so far, times log2(e)
-    q,  # [ROWS, WIDTH]
-    positions,  # int32 [ROWS]
+    acc,  # float32 [row_count, width]
+    total,  # float32 [row_count]: sums of the weights
+    top,  # float32 [row_count]: greatest score so far, times log2(e)
+    q,  # [row_count, width]
+    positions,  # int32 [row_count]
     pool,  # pointer to the KV head's K in page 0
-    slabs,  # descriptor of the pool as [pages * 2 * KV_HEADS * PAGE, HEAD_DIM], or the pool itself where not used
+    slabs,  # descriptor of the pool as [pages * 2 * kv_heads * page_size, head_dim], or the pool itself where not used
     kv_head,
     table,
     low,  # first position that a row of the tile sees
     end,  # after the last one
-    first,  # of the keys, a multiple of KEYS
+    first,  # of the keys, a multiple of block
     last,
-    MASKED: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BULK: tl.constexpr,
-    STAGES: tl.constexpr,
+    masked: tl.constexpr,
+    block: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    factor: tl.constexpr,
+    cap: tl.constexpr,
+    window: tl.constexpr,
+    bulk: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    """Folds the keys first .. last - 1 in. Unless MASKED, every row sees all of them."""
-    slab: tl.constexpr = PAGE * HEAD_DIM
-    dims = tl.arange(0, WIDTH)
-    lanes = tl.arange(0, KEYS)
-    for block in tl.range(first, last, KEYS, num_stages=STAGES):
-        keys = block + lanes
-        if BULK and not MASKED:
-            page = tl.load(table + block // PAGE)
-            row = (page * (2 * KV_HEADS) + kv_head) * PAGE + block % PAGE
+    """Folds the keys first .. last - 1 in. Unless masked, every row sees all of them."""
+    slab: tl.constexpr = page_size * head_dim
+    dims = tl.arange(0, width)
+    for begin in tl.range(first, last, block, num_stages=stages):
+        keys = begin + tl.arange(0, block)
+        if bulk and not masked:
+            row = (tl.load(table + begin // page_size) * (2 * kv_heads) + kv_head) * page_size + begin % page_size
             k = slabs.load([row, 0])
-            v = slabs.load([row + KV_HEADS * PAGE, 0])
+            v = slabs.load([row + kv_heads * page_size, 0])
         else:
-            # A page is one number for all its keys: a few scalars, and no gather from the table.
-            if KEYS <= PAGE:
-                at = tl.load(table + block // PAGE).to(tl.int64) * (2 * KV_HEADS * slab) + (block % PAGE) * HEAD_DIM
-                offsets = at + lanes.to(tl.int64) * HEAD_DIM
-            else:
-                offsets = (lanes % PAGE).to(tl.int64) * HEAD_DIM
-                for i in tl.static_range(KEYS // PAGE):
-                    index = block // PAGE + i
-                    if MASKED:
-                        page = tl.load(table + index, mask=index * PAGE < end, other=0)
-                    else:
-                        page = tl.load(table + index)
-                    offsets += tl.where(lanes // PAGE == i, page.to(tl.int64) * (2 * KV_HEADS * slab), 0)
+            offsets = _offsets(table, begin, end, masked, block, page_size, 2 * kv_heads * slab, head_dim)
             elements = pool + offsets[:, None] + dims[None, :]
-            if MASKED:  # what no row sees may be NaN, and 0 * NaN is NaN
-                there = ((keys >= low) & (keys < end))[:, None] & (dims[None, :] < HEAD_DIM)
+            if masked:  # what no row sees may be NaN, and 0 * NaN is NaN
+                there = ((keys >= low) & (keys < end))[:, None] & (dims[None, :] < head_dim)
                 k = tl.load(elements, mask=there, other=0.0)
-                v = tl.load(elements + KV_HEADS * slab, mask=there, other=0.0)
-            elif WIDTH > HEAD_DIM:
-                k = tl.load(elements, mask=dims[None, :] < HEAD_DIM, other=0.0)
-                v = tl.load(elements + KV_HEADS * slab, mask=dims[None, :] < HEAD_DIM, other=0.0)
+                v = tl.load(elements + kv_heads * slab, mask=there, other=0.0)
+            elif width > head_dim:
+                k = tl.load(elements, mask=dims[None, :] < head_dim, other=0.0)
+                v = tl.load(elements + kv_heads * slab, mask=dims[None, :] < head_dim, other=0.0)
             else:
                 k = tl.load(elements)
-                v = tl.load(elements + KV_HEADS * slab)
+                v = tl.load(elements + kv_heads * slab)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAP > 0:  # tanh(scores * scale / CAP); CAP itself is in the sharpness
-            scores = 1.0 - 2.0 / (tl.exp2(scores * (FACTOR * 2.0 / CAP)) + 1.0)
-        if MASKED:
+        if cap > 0:  # tanh(scores * scale / cap); cap itself is in the sharpness
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (factor * 2.0 / cap)) + 1.0)
+        if masked:
             seen = keys[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            if window > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        sharpness: tl.constexpr = CAP * LOG2E if CAP > 0 else FACTOR
+        sharpness: tl.constexpr = cap * LOG2E if cap > 0 else factor
         new_top = tl.maximum(top, tl.max(scores, 1) * sharpness)
         base = new_top
-        if MASKED and WINDOW > 0:  # nothing seen yet: avoid inf - inf
+        if masked and window > 0:  # nothing seen yet: avoid inf - inf
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * sharpness - base[:, None])
         decay = tl.exp2(top - base)
@@ -117,91 +129,63 @@ def _prefill_kernel(
     q_stride,
     out_stride,
     table_stride,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BULK: tl.constexpr,
-    STAGES: tl.constexpr,
+    group: tl.constexpr,
+    pack: tl.constexpr,
+    row_count: tl.constexpr,
+    block: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    factor: tl.constexpr,
+    cap: tl.constexpr,
+    window: tl.constexpr,
+    bulk: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    """Program (head block, tile): row r is query head r % PACK of the block at token r // PACK of the tile."""
+    """Program (head block, tile): row r is query head r % pack of the block at token r // pack of the tile."""
     tile = tiles + tl.program_id(1) * 4
     slot, first_token = tl.load(tile), tl.load(tile + 1)
     count, start = tl.load(tile + 2), tl.load(tile + 3)
     if count == 0:
         return
-    first_head = tl.program_id(0) * PACK
-    kv_head = first_head // GROUP
-    rows = tl.arange(0, ROWS)
-    token = rows // PACK
-    dims = tl.arange(0, WIDTH)
-    real = ((token < count) & (rows < ROWS // PACK * PACK))[:, None] & (dims[None, :] < HEAD_DIM)
-    inner = (first_head + rows % PACK)[:, None] * HEAD_DIM + dims[None, :]
+    first_head = tl.program_id(0) * pack
+    kv_head = first_head // group
+    rows = tl.arange(0, row_count)
+    token = rows // pack
+    dims = tl.arange(0, width)
+    real = ((token < count) & (rows < row_count // pack * pack))[:, None] & (dims[None, :] < head_dim)
+    inner = (first_head + rows % pack)[:, None] * head_dim + dims[None, :]
     at = (first_token + token).to(tl.int64)[:, None]
     queries = tl.load(q + at * q_stride + inner, mask=real, other=0.0)
     positions = start + tl.minimum(token, count - 1)
 
     table = tables + slot.to(tl.int64) * table_stride
-    keys_of_head = pool + kv_head.to(tl.int64) * (PAGE * HEAD_DIM)
+    keys_of_head = pool + kv_head.to(tl.int64) * (page_size * head_dim)
     end = start + count
-    full_to = (start + 1) // KEYS * KEYS  # blocks below it hide nothing from the first row
+    full_to = (start + 1) // block * block  # blocks below it hide nothing from the first row
     low, full_from, first = 0, 0, 0
-    if WINDOW > 0:
-        low = tl.maximum(start + 1 - WINDOW, 0)
-        first = low // KEYS * KEYS
-        full_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), KEYS) * KEYS, full_to)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    if WINDOW > 0:
+    if window > 0:
+        low = tl.maximum(start + 1 - window, 0)
+        first = low // block * block
+        full_from = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), block) * block, full_to)
+    acc = tl.zeros([row_count, width], tl.float32)
+    total = tl.zeros([row_count], tl.float32)
+    top = tl.full([row_count], float("-inf"), tl.float32)
+    if window > 0:
         acc, total, top = _attend(
             acc, total, top, queries, positions, keys_of_head, slabs, kv_head, table, low, end, first, full_from,
-            True, KEYS, HEAD_DIM, WIDTH, KV_HEADS, PAGE, FACTOR, CAP, WINDOW, BULK, STAGES,
+            True, block, head_dim, width, kv_heads, page_size, factor, cap, window, bulk, stages,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, queries, positions, keys_of_head, slabs, kv_head, table, low, end, full_from, full_to,
-        False, KEYS, HEAD_DIM, WIDTH, KV_HEADS, PAGE, FACTOR, CAP, WINDOW, BULK, STAGES,
+        False, block, head_dim, width, kv_heads, page_size, factor, cap, window, bulk, stages,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, queries, positions, keys_of_head, slabs, kv_head, table, low, end, full_to, end,
-        True, KEYS, HEAD_DIM, WIDTH, KV_HEADS, PAGE, FACTOR, CAP, WINDOW, BULK, STAGES,
+        True, block, head_dim, width, kv_heads, page_size, factor, cap, window, bulk, stages,
     )  # fmt: skip
     tl.store(out + at * out_stride + inner, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillShape:
-    """How the kernel cuts the work."""
-
-    rows: int  # of a tile: tokens * packed query heads
-    keys: int  # of a block; a power of two, as page sizes are
-    warps: int
-    stages: int
-    pack: int  # query heads of one KV head in a tile; divides their number
-    bulk: bool = False  # K and V by Hopper's bulk tensor copies; keys <= page_size
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of a tile."""
-        return self.rows // self.pack
-
-
-def prefill_shape(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> PrefillShape:
-    """The fastest measured one. Nothing else may enter the choice: results depend on it in the last bits."""
-    group = heads // kv_heads
-    pack = max(n for n in range(1, min(group, MAX_PACK) + 1) if group % n == 0)
-    if dtype == torch.float32:
-        return PrefillShape(rows=64, keys=32, warps=8, stages=1, pack=pack)
-    if head_dim > 128:
-        return PrefillShape(rows=128, keys=64, warps=8, stages=2, pack=pack)
-    return PrefillShape(rows=128, keys=64, warps=8, stages=3, pack=pack)
 
 
 def prefill_tiles(spans: Sequence[tuple[int, int, int, int]], block: int) -> list[tuple[int, int, int, int]]:
@@ -261,18 +245,18 @@ def prefill_attention(
         q.stride(0),
         out.stride(0),
         tables.stride(0),
-        GROUP=heads // kv_heads,
-        PACK=shape.pack,
-        ROWS=shape.rows,
-        KEYS=shape.keys,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        KV_HEADS=kv_heads,
-        PAGE=page_size,
-        FACTOR=scale * LOG2E.value,
-        CAP=cap,
-        WINDOW=window,
-        BULK=shape.bulk,
-        STAGES=shape.stages,
+        group=heads // kv_heads,
+        pack=shape.pack,
+        row_count=shape.rows,
+        block=shape.keys,
+        head_dim=head_dim,
+        width=width,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        factor=scale * LOG2E.value,
+        cap=cap,
+        window=window,
+        bulk=shape.bulk,
+        stages=shape.stages,
         num_warps=shape.warps,
     )

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from twostroke.kernels.gpu.prefill_attention import PrefillShape, prefill_attention, prefill_shape, prefill_tiles
+from twostroke.kernels.gpu.prefill_attention import prefill_attention, prefill_tiles
+from twostroke.kernels.gpu.prefill_shape import PrefillShape, prefill_shape
 from twostroke.kernels.tolerances import TOLERANCES
 
 NAN = float("nan")
-SMALL = PrefillShape(rows=32, keys=16, warps=4, stages=2, pack=1)  # quick in the interpreter, several blocks a tile
+SMALL = PrefillShape(rows=64, keys=16, warps=4, stages=2, pack=1)  # many tiles and blocks in a short prompt
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, cap: float = 0.0, window: int = 0) -> Tensor:
@@ -136,3 +137,107 @@ def test_tiles_cover_the_spans_longest_first():
 def test_head_dims(device, head_dim, dtype):
     spans = [(0, 1), (37, 2), (16, 17), (200, 16), (0, 70), (1, 15)]
     Case(spans, device=device, dtype=dtype, head_dim=head_dim, heads=3, kv_heads=1).check()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 64])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_query_heads_of_a_kv_head(device, group, kv_heads):
+    spans = [(0, 5), (37, 40), (3, 1)]
+    Case(spans, device=device, heads=group * kv_heads, kv_heads=kv_heads).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+def test_page_sizes_and_lengths(device, page, dtype):
+    Case(around(page), device=device, dtype=dtype, page=page, heads=4, kv_heads=2, head_dim=32).check()
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 64, 150, 1000])
+def test_windows(device, window, page):
+    spans = [(0, 130), (200, 20), (37, 2), (16, 1), (63, 100)]
+    Case(spans, device=device, page=page, window=window, head_dim=32).check()
+
+
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize(("scale", "cap"), [(0.06, 0.0), (None, 2.0), (0.05, 50.0), (4.0, 20.0)])
+def test_scales_and_soft_caps(device, scale, cap, window):
+    Case([(0, 70), (100, 9)], device=device, scale=scale, cap=cap, window=window, head_dim=32).check()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("keys", [16, 32, 64])
+def test_bulk_copies(device, keys, window):
+    shape = PrefillShape(rows=64, keys=keys, warps=4, stages=3, pack=2, bulk=True)
+    spans = [(0, 1), (0, 150), (63, 2), (100, 70)]
+    for head_dim in (64, 80):
+        case = Case(spans, device=device, dtype=torch.float16, page=64, head_dim=head_dim, window=window)
+        case.check(shape)
+        assert torch.equal(case.run(shape), case.run(PrefillShape(64, keys, 4, 3, 2)))
+
+
+def test_bulk_copies_need_pages_of_a_block_at_least(device):
+    with pytest.raises(ValueError, match="pages of 16"):
+        Case([(0, 3)], device=device, dtype=torch.float16).run(PrefillShape(64, 32, 4, 2, 1, bulk=True))
+
+
+def test_no_tiles(device):
+    case = Case([(0, 1)], device=device)
+    q, tiles = case.q[:, :256], torch.zeros(0, 4, dtype=torch.int32, device=device)
+    prefill_attention(q, case.pool, case.tables, tiles, q, heads=4, kv_heads=2, page_size=16, scale=1.0)
+
+
+CUTS = [(1,), (2, 1, 15), (16, 16), (17, 63, 64, 1), (150, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 0.0), (0, 30.0)])
+def test_rows_are_the_same_bits_however_a_prompt_is_cut(device, window, cap, dtype):
+    case = Case([(0, 200), (37, 90)], device=device, dtype=dtype, window=window, cap=cap)
+    for shape in (SMALL, case.shape):
+        whole = case.run(shape)
+        for cuts in CUTS:
+            assert torch.equal(case.run(shape, cuts), whole), cuts
+
+
+def test_rows_are_the_same_bits_whatever_else_is_in_the_call(device):
+    case = Case([(37, 90), (0, 150), (200, 3)], device=device, dtype=torch.float16)
+    together, first = case.run(), 0
+    for slot, (start, count) in enumerate(case.spans, 1):
+        alone = Case([(start, count)], device=device, dtype=torch.float16)
+        alone.pool, alone.tables = case.pool, case.tables[[0, slot]]
+        alone.q = case.q[first : first + count + 4].clone()
+        alone.q[:2] = alone.q[-2:] = NAN
+        assert torch.equal(alone.run(), together[first : first + count])
+        first += count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (4, 4), (16, 1), (14, 2)])
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_bfloat16(device, page, heads, kv_heads, head_dim):
+    case = Case(
+        around(page), device=device, dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page
+    )
+    case.check()
+    assert torch.equal(case.run(cuts=(1, 17, 64, 100)), case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [4095, 32000])
+def test_long_prefixes(device, start, dtype, window):
+    case = Case([(start, 700), (0, 4097)], device=device, dtype=dtype, page=64, head_dim=128, heads=8, window=window)
+    case.check()
+    assert torch.equal(case.run(cuts=(1, 128, 300)), case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bulk", [False, True])
+def test_pages_beyond_two_to_the_31_elements(device, bulk):
+    """The pool is 8.6 GB and the sequence in its last pages."""
+    case = Case([(100, 200)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, kv_heads=2, pages=1 << 17)
+    assert int(case.tables.max()) * case.pool.stride(0) > 2**31
+    case.check(PrefillShape(128, 64, 8, 2, 2, bulk=bulk))
