@@ -23,7 +23,7 @@ class Row:
     """A sequence's share of a step: its tokens at positions start .. start + len(token_ids) - 1."""
 
     key: SequenceKey
-    token_ids: list[int]  # a prompt chunk, or one token when decoding
+    token_ids: list[int]  # a prompt chunk, or one token when decoding: UNSEEN where the step before this one draws it
     start: int  # position of token_ids[0]; what comes before is in the pool, or written by this step's other rows
     pages: list[int]  # the block table; covers start + len(token_ids) positions
     params: SamplingParams
@@ -34,20 +34,56 @@ class Row:
     samples: int = 1  # with `sample`: tokens to draw, for the samples from `key.sample` on
 
 
+UNSEEN = -1  # a token that only the runner knows yet
+
 LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]
 """Called by the runner, on the engine's thread, with a layer's index once that layer's KV of the step is written; only
 in steps that have PREFILL rows. It must not raise and must not touch the engine."""
 
 
+class Launched(Protocol):
+    """A step on its way."""
+
+    def tokens(self) -> list[Token]:
+        """Waits until the step is computed; `row.samples` tokens for each row with `sample`, in row order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that is computed already."""
+
+    result: list[Token]
+
+    def tokens(self) -> list[Token]:
+        """As `Launched.tokens`; at once."""
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A step that could not be launched."""
+
+    error: Exception
+
+    def tokens(self) -> list[Token]:
+        """Raises what happened."""
+        raise self.error
+
+
 class Runner(Protocol):
     """Computes steps (the model, or a stand-in in tests)."""
 
-    def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
-        """Writes the rows' KV and returns `row.samples` tokens for each row with `sample`, in row order; fills in
-        `Row.scoring`.
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the step is computed, so that another may be launched behind it."""
+        ...
 
-        Rows of one step may depend on each other's KV of that step. The lists in `rows` are the engine's: read them
-        only during the call.
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        """Begins to write the rows' KV, to draw the tokens after them, and to fill in `Row.scoring`.
+
+        Rows of one step may depend on each other's KV of that step, and steps on that of those launched before. The
+        lists in `rows` are the engine's: read them only during the call.
         """
         ...
 

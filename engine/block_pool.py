@@ -1,6 +1,6 @@
 """Who owns which page of the KV pool. Knows ids only; the memory is the model runner's."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 from ..errors import ConfigError, TwostrokeError
@@ -12,8 +12,9 @@ SINK = 0  # padding rows write here; never allocated
 class BlockPool:
     """Reference-counted pages.
 
-    A page is in one state: free; owned (by sequences, or held by tickets: each is a reference); or cached (no
-    reference, but found by its content until it is needed for something else: evicted least recently used first). A
+    A page is in one state: free; owned (by sequences, or held by tickets: each is a reference); cached (no
+    reference, but found by its content until it is needed for something else: evicted least recently used first); or
+    retiring (given up, but a launched step may still write it: free once the host has seen that step completed). A
     ticket's reference outlives the sequence that it was for: a page that only tickets own is quarantined, because a
     writer elsewhere may still write into it. The pool never breaks its own rules: a call that would raises
     TwostrokeError.
@@ -30,6 +31,9 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._holds: dict[Hashable, tuple[int, ...]] = {}
         self._held: dict[int, int] = {}  # page: how many holds
+        self._retiring: deque[tuple[int, int]] = deque()  # page, and the last step launched when it was given up
+        self._launched = 0  # steps
+        self._completed = 0
 
     @property
     def usable(self) -> int:
@@ -45,6 +49,11 @@ class BlockPool:
     def cached(self) -> int:
         """Pages that nobody owns but that can be found by their content."""
         return len(self._evictable)
+
+    @property
+    def retiring(self) -> int:
+        """Pages that will be free when the steps on their way are completed."""
+        return len(self._retiring)
 
     @property
     def held_pages(self) -> int:
@@ -101,10 +110,24 @@ class BlockPool:
                 self._retire(page)
 
     def _retire(self, page: int) -> None:
-        if self.prefix.digest_of(page) is None:
-            self._free.append(page)
+        if self.prefix.digest_of(page) is not None:
+            self._evictable[page] = None  # whole: whoever is on its way reads it at most
+        elif self._completed < self._launched:
+            self._retiring.append((page, self._launched))
         else:
-            self._evictable[page] = None
+            self._free.append(page)
+
+    def launched(self) -> None:
+        """A step is on its way that may write any page owned now. Steps complete in the order of their launch."""
+        self._launched += 1
+
+    def completed(self) -> None:
+        """The host has seen the oldest step on its way completed."""
+        if self._completed == self._launched:
+            raise TwostrokeError("no step is on its way")
+        self._completed += 1
+        while self._retiring and self._retiring[0][1] <= self._completed:
+            self._free.append(self._retiring.popleft()[0])
 
     def register(self, page: int, digest: bytes) -> bool:
         """`page`, which is owned, is written for certain. False: that content is known in another page."""
@@ -141,5 +164,5 @@ class BlockPool:
         return dict(self._holds)
 
     def idle_pages(self) -> tuple[list[int], list[int]]:
-        """Copies of the free stack and of the cached pages, the next to be evicted first; for checks."""
-        return list(self._free), list(self._evictable)
+        """Free and retiring pages, and the cached ones, the next to be evicted first; for checks."""
+        return [*self._free, *(page for page, _ in self._retiring)], list(self._evictable)

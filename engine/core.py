@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
-from .batch import LayerHook, Runner
+from .batch import Failed, Launched, LayerHook, Runner
 from .block_pool import BlockPool
 from .config import EngineOptions
 from .integrity import check_integrity
 from .load import Load
-from .postprocess import Postprocessor
+from .postprocess import Flight, Postprocessor
 from .prefix_cache import root_digest
 from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, sample_keys
 from .roster import Roster
@@ -48,6 +48,7 @@ class EngineCore:
         self._postprocessor = Postprocessor(
             self._roster, runner, self._scheduler.admission.output_length, eos_token_ids=eos_token_ids, clock=clock
         )
+        self._flight: Flight | None = None  # the step on its way
         self._added = 0
         self._steps = 0
         self._next_deadline = float("inf")  # none is earlier
@@ -160,34 +161,58 @@ class EngineCore:
         True does not promise it: a step without `progress` is not worth repeating before the next outside change
         (any other method of this class, or of `pool`).
         """
-        return bool(self._roster.running) or len(self._roster.waiting) > 0
+        return bool(self._roster.running) or len(self._roster.waiting) > 0 or self._flight is not None
 
     def step(self, hook: LayerHook | None = None) -> StepResult:
-        """Decides and runs one step. `hook` is called only in steps with PREFILL rows.
+        """Decides and launches one step. `hook` is called only in steps with PREFILL rows.
 
-        If the runner raises, every sequence of the step fails with its exception, their pages are given back (their new
-        content was never findable), and the engine goes on with the others.
+        With a runner that overlaps, what is launched is computed while the host takes in the step before it, whose
+        result this is; otherwise it is the launched one's own. If the runner raises, every sequence of that step fails
+        with its exception, their pages are given back (their new content was never findable), and the engine goes on
+        with the others.
         """
         self._steps += 1
+        result = StepResult()
+        before, self._flight = self._flight, None
+        result.progress = before is not None
+        if before is not None and before.decisive:
+            self._take_in(before, result)
+            before = None
         plan = self._scheduler.schedule(self._clock())
-        result = StepResult(reserved=plan.reserved, preempted=plan.preempted)
-        if plan.rows:
-            try:
-                tokens = self._run(plan, hook)
-            except Exception as error:
-                self._postprocessor.fail(plan, error, result)
-            else:
-                self._postprocessor.advance(plan, tokens, result)
-        result.progress = bool(plan.rows or plan.reserved or plan.preempted)
+        result.reserved, result.preempted = plan.reserved, plan.preempted
+        result.progress |= bool(plan.rows or plan.reserved or plan.preempted)
+        flight = self._launch(plan, hook) if plan.rows else None
+        if before is not None:
+            self._take_in(before, result)
+        if flight is not None and (flight.failed or not self._runner.overlaps):
+            self._take_in(flight, result)
+        else:
+            self._flight = flight
         return result
 
-    def _run(self, plan: Schedule, hook: LayerHook | None) -> list[Token]:
+    def _launch(self, plan: Schedule, hook: LayerHook | None) -> Flight:
         wants_hook = any(row.progress is not None for row in plan.rows)
-        tokens = self._runner.run(plan.rows, hook if wants_hook else None)
-        wanted = sum(row.samples for row in plan.rows if row.sample)
-        if len(tokens) != wanted:
-            raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
-        return tokens
+        self.pool.launched()
+        step: Launched
+        try:
+            step = self._runner.launch(plan.rows, hook if wants_hook else None)
+        except Exception as error:
+            step = Failed(error)
+        return self._postprocessor.launched(plan, step)
+
+    def _take_in(self, flight: Flight, result: StepResult) -> None:
+        """Waits for a launched step."""
+        try:
+            tokens = flight.step.tokens()
+            wanted = sum(row.samples for row in flight.plan.rows if row.sample)
+            if len(tokens) != wanted:
+                raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
+        except Exception as error:
+            self.pool.completed()
+            self._postprocessor.fail(flight.current(), error, result)
+        else:
+            self.pool.completed()
+            self._postprocessor.advance(flight, tokens, result)
 
     def load(self) -> Load:
         """How busy this engine is."""

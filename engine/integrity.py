@@ -89,8 +89,12 @@ def _sequence(page_size: int, sequence: Sequence) -> Iterator[str]:
         yield "has a page twice"
     if not sequence.computed <= len(sequence.tokens) <= sequence.limit:
         yield f"{sequence.computed} of {len(sequence.tokens)} tokens computed, limit {sequence.limit}"
-    if sequence.computed > len(pages) * page_size:
-        yield f"{sequence.computed} tokens computed in {len(pages)} pages"
+    if (
+        not sequence.computed
+        <= sequence.launched
+        <= min(len(sequence.tokens) + sequence.unseen, len(pages) * page_size)
+    ):
+        yield f"{sequence.computed} tokens computed and {sequence.launched} launched in {len(pages)} pages"
     if not sequence.carried():
         yield "runs for nobody"
     if sequence.siblings and sequence.samples == 1:

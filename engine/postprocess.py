@@ -1,16 +1,39 @@
 """What follows a step: its KV counts as written, its tokens go into their sequences, some of which end."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ..errors import TwostrokeError
 from .admission import OutputLength
-from .batch import Runner, Scoring
+from .batch import Failed, Launched, Runner, Scoring
 from .request import NO_TOKEN, FinishReason, SequenceKey, SequenceOutput, StepResult, Token, Work, sample_keys
 from .roster import Roster
 from .scheduler import Schedule
 from .sequence import Sequence
 from .validate import nothing_left
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step."""
+
+    plan: Schedule
+    stays: list[int]  # of each sequence, when it was launched
+    step: Launched
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not even be launched."""
+        return isinstance(self.step, Failed)
+
+    def current(self) -> list[Sequence]:
+        """Its sequences, less those that have ended or lost their pages since."""
+        return [s for s, stay in zip(self.plan.sequences, self.stays, strict=True) if s.stay == stay]
+
+    @property
+    def decisive(self) -> bool:
+        """Whether its tokens decide on the logits of the next step, which thus cannot be launched behind it."""
+        return any(row.rules is not None for row in self.plan.rows)
 
 
 class Postprocessor:
@@ -33,28 +56,42 @@ class Postprocessor:
         self._eos = eos_token_ids
         self._clock = clock
 
-    def fail(self, plan: Schedule, error: Exception, result: StepResult) -> None:
-        """The step was not computed: its sequences end."""
-        for sequence in plan.sequences:
+    def launched(self, plan: Schedule, step: Launched) -> Flight:
+        """The step is on its way: its rows count as launched."""
+        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            sequence.launched += len(row.token_ids)
+            sequence.unseen += row.sample
+        return Flight(plan, [sequence.stay for sequence in plan.sequences], step)
+
+    def fail(self, sequences: Iterable[Sequence], error: Exception, result: StepResult) -> None:
+        """Their step was not computed: they end."""
+        for sequence in sequences:
             result.failures += [(key, error) for key in self._roster.drop(sequence)]
 
-    def advance(self, plan: Schedule, tokens: list[Token], result: StepResult) -> None:
-        """Takes the step's KV for written and its tokens for the sequences' next ones."""
-        drawn = iter(tokens)
-        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
-            self.prefilled_tokens += 0 if sequence.decoding else len(row.token_ids)
+    def advance(self, flight: Flight, tokens: list[Token], result: StepResult) -> None:
+        """Takes the step's KV for written and its tokens for the sequences' next ones.
+
+        What concerns a sequence that has ended or lost its pages since the launch is void.
+        """
+        plan, drawn = flight.plan, iter(tokens)
+        for row, sequence, stay in zip(plan.rows, plan.sequences, flight.stays, strict=True):
+            own = [next(drawn) for _ in range(row.samples)] if row.sample else []
+            if sequence.stay != stay:
+                continue
+            decoded = row.start >= sequence.base and len(row.token_ids) == 1
+            self.prefilled_tokens += 0 if decoded else len(row.token_ids)
             sequence.computed += len(row.token_ids)
+            sequence.unseen -= row.sample
             self._roster.publish(sequence)
             if row.scoring is not None:
                 result.outputs.append(self._scored(sequence, row.scoring))
             if row.sample:
-                own = [next(drawn) for _ in range(row.samples)]
                 if own[0].token_id == NO_TOKEN:  # then no sample of the prompt has any
                     error = nothing_left(sequence.next_index())
                     result.failures += [(key, error) for key in self._roster.drop(sequence)]
                     continue
                 self._take(sequence, own, result)
-            if sequence.prefill_only and sequence.remaining == 0:
+            if sequence.prefill_only and sequence.computed == len(sequence.tokens):
                 self._end_prefill(sequence)
 
     def arrive(

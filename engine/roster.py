@@ -55,7 +55,7 @@ class Roster:
         sequence.pages = [*hits, *self.pool.allocate(fresh)]
         for key in sequence.siblings:
             sequence.siblings[key] = self.pool.allocate(private)
-        sequence.computed = len(hits) * self.page_size
+        sequence.computed = sequence.launched = len(hits) * self.page_size
         sequence.registered = len(hits)
         sequence.announced = len(sequence.chain)
         self.pending.announce(sequence.group, sequence.chain[len(hits) :], sequence.key)
@@ -66,7 +66,7 @@ class Roster:
     def arrive(self, sequence: Sequence) -> None:
         """The KV of all positions below `base` is in its pages."""
         del self.awaiting[sequence.key]
-        sequence.computed = sequence.base
+        sequence.computed = sequence.launched = sequence.base
         self.publish(sequence)
         sequence.state = State.RUNNING
         self.running[sequence.key] = sequence
@@ -169,7 +169,8 @@ class Roster:
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : sequence.announced], sequence.key)
         self.expected -= self._places(sequence)
         pages, sequence.pages = sequence.pages, []
-        sequence.computed = sequence.registered = sequence.announced = 0
+        sequence.computed = sequence.launched = sequence.unseen = sequence.registered = sequence.announced = 0
+        sequence.stay += 1
         self.pool.release(pages)
         for key, private in sequence.siblings.items():
             self.pool.release(private)

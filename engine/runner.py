@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.attention_plan import PoolShape, Span, plan_attention
 from ..kernels.kv_write import kv_rows
 from ..kernels.rope import rope_angles
-from .batch import LayerHook, Row
+from .batch import Computed, LayerHook, Row
 from .config import EngineOptions
 from .decoder import Decoder, KindInputs, StepInputs
 from .model_config import ModelConfig
@@ -33,6 +33,12 @@ class ModelRunner:
         self._end_ids = config.eos_token_ids
         self._kinds = config.kinds
         self._frequencies = {kind.rope: frequencies(kind.rope, pool.device) for kind in self._kinds}
+
+    overlaps = False
+
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Computed:
+        """As `core.Runner.launch`: computes the step."""
+        return Computed(self.run(rows, hook))
 
     @torch.inference_mode()
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .admission import Admission
-from .batch import Row, Scoring
+from .batch import UNSEEN, Row, Scoring
 from .config import EngineOptions
 from .request import ChunkProgress, Reservation, SequenceKey
 from .roster import Roster
@@ -35,14 +35,15 @@ class Scheduler:
         self.admission = Admission(roster, options)
 
     def schedule(self, now: float) -> Schedule:
-        """Decides one step; pages are moved, nothing is computed."""
+        """Decides one step; pages are moved, nothing is computed. A step before it may still be on its way."""
         plan = Schedule()
         self._grow()
         plan.reserved = self.admission.admit(now)
-        decoding = [sequence for sequence in self._roster.running.values() if sequence.decoding]
+        ready = [sequence for sequence in self._roster.running.values() if sequence.launchable]
+        decoding = [sequence for sequence in ready if sequence.decoding and not self._full(sequence)]
         for sequence in decoding:
             self._append_row(plan, sequence, 1, now)
-        prompts = [sequence for sequence in self._roster.running.values() if not sequence.decoding]
+        prompts = [sequence for sequence in ready if not sequence.decoding]
         for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
             self._append_row(plan, sequence, tokens, now)
         plan.preempted = self._roster.requeue()
@@ -50,15 +51,20 @@ class Scheduler:
 
     def _grow(self) -> None:
         """Gives each decoding sequence the page for its next token, the oldest first."""
-        size = self._roster.page_size
-        short = [s for s in self._roster.running.values() if s.decoding and s.computed >= len(s.pages) * size]
+        short = [s for s in self._roster.running.values() if s.decoding and s.launchable and self._full(s)]
         for sequence in sorted(short, key=lambda sequence: sequence.age):
             if sequence.key in self._roster.running and self._find_page(sequence):
                 self._roster.grow(sequence)
 
+    def _full(self, sequence: Sequence) -> bool:
+        """Whether its next token needs one more page."""
+        return sequence.launched >= len(sequence.pages) * self._roster.page_size
+
     def _find_page(self, sequence: Sequence) -> bool:
-        """Makes one page free; False when `sequence` itself was the youngest and had to go."""
+        """Makes one page free; False when `sequence` had to go, being the youngest, or when pages are free soon."""
         while self._roster.pool.free_pages == 0:
+            if self._roster.pool.retiring:
+                return False
             victim = self._youngest()
             self._roster.preempt(victim)
             if victim is sequence:
@@ -82,14 +88,13 @@ class Scheduler:
         if sequence.began is None:
             sequence.began = now
             sequence.timings.queue = now - sequence.arrival
-        start, end = sequence.computed, sequence.computed + tokens
+        start, end = sequence.launched, sequence.launched + tokens
         progress = None
         if sequence.prefill_only:
             progress = ChunkProgress(sequence.key, sequence.pages, end, sequence.base)
-        sample = end == len(sequence.tokens) and not sequence.reported
-        row = Row(
-            sequence.key, sequence.tokens[start:end], start, sequence.pages, sequence.request.params, sample, progress
-        )
+        sample = end == len(sequence.tokens) + sequence.unseen and not sequence.reported
+        token_ids = sequence.tokens[start:end] or [UNSEEN]
+        row = Row(sequence.key, token_ids, start, sequence.pages, sequence.request.params, sample, progress)
         row.rules = sequence.current_rules() if sample else None
         row.scoring = scoring_of(sequence, start, end) if sequence.unscored else None
         row.samples = sequence.samples

@@ -29,7 +29,10 @@ class Sequence:
     base: int  # length of prompt and replayed output
     state: State = State.WAITING
     pages: list[int] = field(default_factory=list)  # block table; replaced, never edited, while PREFILL
-    computed: int = 0  # positions below are written in the pool
+    computed: int = 0  # positions below are written in the pool, for certain
+    launched: int = 0  # positions below are, or will be by a step on its way
+    unseen: int = 0  # tokens being drawn by a step on its way: 0 or 1
+    stay: int = 0  # counts how often it lost its pages: what was launched before is void
     chain: list[bytes] = field(default_factory=list)  # digests of full pages of `tokens`
     registered: int = 0  # leading pages that are in the prefix cache, or whose content is
     announced: int = 0  # leading pages that are registered or pending
@@ -61,13 +64,20 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens to run before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        """Tokens to launch before the next one can be sampled."""
+        return len(self.tokens) + self.unseen - self.launched
 
     @property
     def decoding(self) -> bool:
-        """All but its newest token is written."""
-        return len(self.tokens) > self.base and self.remaining == 1
+        """All but its newest token is written, or will be by a step on its way."""
+        return len(self.tokens) + self.unseen > self.base and self.remaining == 1
+
+    @property
+    def launchable(self) -> bool:
+        """Whether its next tokens can be run before what is on its way has been seen."""
+        if not self.unseen:
+            return self.remaining > 0
+        return self.samples == 1 and not self.prefill_only and len(self.tokens) + 1 < self.limit
 
     @property
     def prefill_only(self) -> bool:

@@ -20,7 +20,7 @@ from twostroke.engine.request import (
     sample_keys,
 )
 
-from .fake_runner import FakeRunner, expected_tokens, next_token
+from .fake_runner import FakeRunner, LazyRunner, expected_tokens, next_token
 
 VOCAB = 997
 PARAMS = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs")
@@ -46,13 +46,15 @@ class FakeEngine:
         context: int = 512,
         eos: frozenset[int] = frozenset(),
         page_size: int = 4,
+        lazy: bool = False,
         **options: Any,
     ) -> None:
+        """`lazy`: steps overlap."""
         self.options = EngineOptions(page_size=page_size, **{"watermark": 0.0, "reserve": "prompt", **options})
         self.clock = Clock()
         self.eos = eos
         self.context = context
-        self.runner = FakeRunner(pages, page_size, VOCAB)
+        self.runner = (LazyRunner if lazy else FakeRunner)(pages, page_size, VOCAB)
         self.core = EngineCore(
             self.runner,
             self.options,
@@ -69,6 +71,7 @@ class FakeEngine:
         self.firsts: dict[SequenceKey, SequenceOutput] = {}
         self.reserved: dict[SequenceKey, Reservation] = {}
         self.preempted: list[SequenceKey] = []
+        self.failed: dict[SequenceKey, Exception] = {}
         self.progress: list[tuple[int, ChunkProgress]] = []
 
     def key(self, request: int) -> SequenceKey:
@@ -101,6 +104,7 @@ class FakeEngine:
             self.reserved[reservation.key] = reservation
             self.core.pool.hold(("ticket", reservation.key), reservation.pages)
         self.preempted += result.preempted
+        self.failed.update(result.failures)
         for output in result.outputs:
             self.take(output)
         self.core.check_integrity()

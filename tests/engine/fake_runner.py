@@ -1,9 +1,11 @@
 """A runner without a model that really uses the pages: a page mix-up of any kind changes its tokens."""
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
-from twostroke.engine.batch import LayerHook, Row
+from twostroke.engine.batch import UNSEEN, Computed, Launched, LayerHook, Row
 from twostroke.engine.request import SequenceKey, Token
 
 NEVER_WRITTEN = -1
@@ -37,6 +39,8 @@ def expected_tokens(
 class FakeRunner:
     """Stores token ids in place of KV: memory[page][slot]."""
 
+    overlaps = False
+
     def __init__(self, pages: int, page_size: int, vocab_size: int, layers: int = 2) -> None:
         self.memory = [[NEVER_WRITTEN] * page_size for _ in range(pages)]
         self.page_size = page_size
@@ -46,6 +50,9 @@ class FakeRunner:
         self.copies: list[tuple[int, int]] = []  # pages, from and to
         self.fail_with: Exception | None = None
         self.fail_copies_with: Exception | None = None
+
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        return Computed(self.run(rows, hook))
 
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
         if self.fail_with is not None:
@@ -102,3 +109,58 @@ class FakeRunner:
     def tokens_run(self) -> int:
         """Tokens computed in all steps."""
         return sum(tokens for step in self.steps for _, _, tokens in step)
+
+
+class LazyRunner(FakeRunner):
+    """Computes a launched step as late as it may: when its tokens are asked for, or a copy is behind it."""
+
+    overlaps = True
+
+    def __init__(self, pages: int, page_size: int, vocab_size: int, layers: int = 2) -> None:
+        super().__init__(pages, page_size, vocab_size, layers)
+        self.on_the_way: deque[LazyStep] = deque()
+        self.most_on_the_way = 0
+        self.last: dict[SequenceKey, int] = {}  # the token drawn last of each sequence
+
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+        # The lists are the engine's: it changes them while the step is on its way.
+        own = [replace(row, token_ids=list(row.token_ids), pages=list(row.pages)) for row in rows]
+        step = LazyStep(self, own, hook)
+        self.on_the_way.append(step)
+        self.most_on_the_way = max(self.most_on_the_way, len(self.on_the_way))
+        return step
+
+    def compute(self, until: "LazyStep | None" = None) -> None:
+        """All steps on their way, in their order, up to this one."""
+        while self.on_the_way and (until is None or until.result is None):
+            step = self.on_the_way.popleft()
+            for row in step.rows:
+                if row.token_ids == [UNSEEN]:
+                    row.token_ids = [self.last[row.key]]
+            step.result = self.run(step.rows, step.hook)
+            drawn = iter(step.result)
+            for row in step.rows:
+                for sample in range(row.samples if row.sample else 0):
+                    self.last[row.key._replace(sample=row.key.sample + sample)] = next(drawn).token_id
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.compute()
+        super().copy_pages(sources, targets)
+
+
+class LazyStep:
+    """A step of a `LazyRunner` on its way."""
+
+    def __init__(self, runner: LazyRunner, rows: list[Row], hook: LayerHook | None) -> None:
+        self.rows = rows
+        self.hook = hook
+        self.result: list[Token] | None = None
+        self._runner = runner
+
+    def tokens(self) -> list[Token]:
+        self._runner.compute(self)
+        assert self.result is not None
+        return self.result

@@ -42,6 +42,7 @@ class History(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         eos=st.sampled_from([frozenset(), frozenset(range(0, 997, 9))]),
         context=st.sampled_from([30, 500]),
+        lazy=st.booleans(),
     )
     def start(
         self,
@@ -56,6 +57,7 @@ class History(RuleBasedStateMachine):
         caching: bool,
         eos: frozenset[int],
         context: int,
+        lazy: bool,
     ) -> None:
         self.engine = FakeEngine(
             pages=pages,
@@ -69,6 +71,7 @@ class History(RuleBasedStateMachine):
             watermark=watermark,
             unticketed_share=share,
             prefix_cache=caching,
+            lazy=lazy,
         )
 
     @rule(
@@ -133,22 +136,25 @@ class History(RuleBasedStateMachine):
         secure = self.ticketed | set(self.carriers(State.AWAITING))
         result = self.engine.step()
         assert secure.isdisjoint(result.preempted), "pages under a ticket were taken"
+        self.note_failures()
         self.check()
         return result
+
+    def note_failures(self) -> None:
+        assert all("planted" in str(error) for error in self.engine.failed.values()), self.engine.failed
+        self.gone |= self.engine.failed.keys()
 
     @rule()
     def fail(self) -> None:
         self.engine.runner.fail_with = RuntimeError("planted")
-        result = self.one_step()
+        self.one_step()
         self.engine.runner.fail_with = None
-        self.gone |= {key for key, _ in result.failures}
 
     @rule()
     def fail_to_copy(self) -> None:
         self.engine.runner.fail_copies_with = RuntimeError("planted")
-        result = self.one_step()
+        self.one_step()
         self.engine.runner.fail_copies_with = None
-        self.gone |= {key for key, _ in result.failures}
 
     @rule(which=ANY)
     def cancel(self, which: int) -> None:
@@ -273,6 +279,7 @@ class History(RuleBasedStateMachine):
             return
         for _ in range(6 * self.number + 2):  # each round at least one sequence must end
             self.engine.drain()
+            self.note_failures()
             keys = self.keys()
             if not keys and not self.lost:
                 break
@@ -334,6 +341,7 @@ class Walk:
             caching=choose([True, True, True, False]),
             eos=choose([frozenset(), frozenset(range(0, 997, 9))]),
             context=choose([30, 500]),
+            lazy=choose([False, True]),
         )
         self._works = choose([list(Work), [Work.ALL], [Work.PREFILL], [Work.DECODE], [Work.PREFILL, Work.ALL]])
         for event in self._random.choices(list(EVENTS), list(EVENTS.values()), k=events):

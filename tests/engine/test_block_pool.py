@@ -140,3 +140,33 @@ def test_a_held_page_that_was_registered_is_cached_after_its_ticket() -> None:
     pool.unhold("ticket")
     assert (pool.cached, pool.quarantined) == (1, 0)
     assert pool.is_evictable(page)
+
+
+def test_a_page_given_up_under_way_is_free_when_the_step_is_completed() -> None:
+    pool = BlockPool(4)
+    first, second, third = pool.allocate(3)
+    pool.register(third, digest(1))
+    pool.launched()
+    pool.release([first])
+    pool.launched()
+    pool.release([second, third])
+    assert (pool.free_pages, pool.retiring, pool.cached) == (1, 2, 1)  # what is whole is not written any more
+    pool.completed()
+    assert (pool.free_pages, pool.retiring) == (2, 1)
+    assert pool.allocate(1) == [first]
+    pool.completed()
+    assert (pool.free_pages, pool.retiring) == (2, 0)
+    with pytest.raises(TwostrokeError, match="on its way"):
+        pool.completed()
+
+
+def test_a_ticket_that_ends_under_way_leaves_its_pages_retiring() -> None:
+    pool = BlockPool(3)
+    pages = pool.allocate(2)
+    pool.hold("ticket", pages)
+    pool.release(pages)
+    pool.launched()
+    pool.unhold("ticket")
+    assert (pool.free_pages, pool.retiring, pool.held_pages) == (0, 2, 0)
+    pool.completed()
+    assert pool.free_pages == 2

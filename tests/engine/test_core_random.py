@@ -38,7 +38,7 @@ def test_many_generated_histories() -> None:
 
 def test_long_histories() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(80):
         walk = Walk(seed)
         walk.run(250)
         engine = walk.history.engine
@@ -46,6 +46,7 @@ def test_long_histories() -> None:
         seen["found a prefix"] += sum(1 for o in engine.firsts.values() if o.timings and o.timings.cached_tokens)
         seen["reserved"] += len(engine.reserved)
         seen["copied"] += len(engine.runner.copies)
+        seen["two steps on their way"] += getattr(engine.runner, "most_on_the_way", 0) > 1
         seen["preempted with samples"] += sum(key.sample > 0 for key in engine.preempted)
         for work in Work:
             seen[f"{work.name} with samples ended"] += sum(
@@ -192,7 +193,19 @@ def keeps_a_cancelled_siblings_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "disown", leaky)
 
 
+def takes_void_results(patch: pytest.MonkeyPatch) -> None:
+    """What was launched before a preemption counts after it."""
+    preempt = Roster.preempt
+
+    def forgetful(self: Roster, sequence: Sequence) -> None:
+        preempt(self, sequence)
+        sequence.stay -= 1
+
+    patch.setattr(Roster, "preempt", forgetful)
+
+
 FAULTS: list[Plant] = [
+    takes_void_results,
     parts_without_a_copy,
     parts_with_a_shared_last_page,
     keeps_a_cancelled_siblings_pages,
