@@ -3,7 +3,9 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -142,7 +144,7 @@ def test_head_dims(device, head_dim, dtype):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 64])
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_query_heads_of_a_kv_head(device, group, kv_heads):
-    spans = [(0, 5), (37, 40), (3, 1)]
+    spans = [(0, 5), (37, 21), (3, 1)]
     Case(spans, device=device, heads=group * kv_heads, kv_heads=kv_heads).check()
 
 
@@ -155,7 +157,7 @@ def test_page_sizes_and_lengths(device, page, dtype):
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 64, 150, 1000])
 def test_windows(device, window, page):
-    spans = [(0, 130), (200, 20), (37, 2), (16, 1), (63, 100)]
+    spans = [(0, 90), (200, 20), (37, 2), (16, 1), (63, 40)]
     Case(spans, device=device, page=page, window=window, head_dim=32).check()
 
 
@@ -169,11 +171,11 @@ def test_scales_and_soft_caps(device, scale, cap, window):
 @pytest.mark.parametrize("keys", [16, 32, 64])
 def test_bulk_copies(device, keys, window):
     shape = PrefillShape(rows=64, keys=keys, warps=4, stages=3, pack=2, bulk=True)
-    spans = [(0, 1), (0, 150), (63, 2), (100, 70)]
-    for head_dim in (64, 80):
-        case = Case(spans, device=device, dtype=torch.float16, page=64, head_dim=head_dim, window=window)
-        case.check(shape)
-        assert torch.equal(case.run(shape), case.run(PrefillShape(64, keys, 4, 3, 2)))
+    spans = [(0, 1), (0, 70), (63, 2), (150, 9)]
+    head_dim = 80 if keys == 32 else 64
+    case = Case(spans, device=device, dtype=torch.float16, page=64, head_dim=head_dim, window=window)
+    case.check(shape)
+    assert torch.equal(case.run(shape), case.run(PrefillShape(64, keys, 4, 3, 2)))
 
 
 def test_bulk_copies_need_pages_of_a_block_at_least(device):
@@ -190,17 +192,31 @@ def test_no_tiles(device):
 CUTS = [(1,), (2, 1, 15), (16, 16), (17, 63, 64, 1), (150, 1)]
 
 
+@pytest.fixture
+def exact_dot(device, monkeypatch):
+    """In the interpreter, products whose order of summation does not depend on the row, as on a GPU: BLAS's does."""
+    if device.type == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        product = numpy.einsum("mk,kn->mn", a.data.astype(numpy.float32), b.data.astype(numpy.float32))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 0.0), (0, 30.0)])
-def test_rows_are_the_same_bits_however_a_prompt_is_cut(device, window, cap, dtype):
-    case = Case([(0, 200), (37, 90)], device=device, dtype=dtype, window=window, cap=cap)
+def test_rows_are_the_same_bits_however_a_prompt_is_cut(device, exact_dot, window, cap, dtype):
+    case = Case([(0, 170), (37, 30)], device=device, dtype=dtype, window=window, cap=cap, heads=2, kv_heads=1)
     for shape in (SMALL, case.shape):
         whole = case.run(shape)
         for cuts in CUTS:
             assert torch.equal(case.run(shape, cuts), whole), cuts
 
 
-def test_rows_are_the_same_bits_whatever_else_is_in_the_call(device):
+def test_rows_are_the_same_bits_whatever_else_is_in_the_call(device, exact_dot):
     case = Case([(37, 90), (0, 150), (200, 3)], device=device, dtype=torch.float16)
     together, first = case.run(), 0
     for slot, (start, count) in enumerate(case.spans, 1):
