@@ -29,13 +29,15 @@ def _add_norm_kernel(
     columns = tl.arange(0, block)
     inside = columns < width
     x = tl.load(hidden + row + columns, mask=inside, other=0.0)
+    gain = tl.load(weight + columns, mask=inside, other=0.0)  # ahead of the sums' barriers, which no load crosses
     if delta is not None:
         d = tl.load(delta + row + columns, mask=inside, other=0.0).to(tl.float32)
         if post_weight is not None:
-            d = d * _inverse_rms(d, eps, width) * tl.load(post_weight + columns, mask=inside, other=0.0)
+            post_gain = tl.load(post_weight + columns, mask=inside, other=0.0)
+            d = d * _inverse_rms(d, eps, width) * post_gain
         x += d
         tl.store(hidden + row + columns, x, mask=inside)
-    y = x * _inverse_rms(x, eps, width) * tl.load(weight + columns, mask=inside, other=0.0)
+    y = x * _inverse_rms(x, eps, width) * gain
     tl.store(out + row + columns, y.to(out.dtype.element_ty), mask=inside)
 
 

@@ -31,17 +31,19 @@ def _gated_kernel(
     tl.store(out + row * inner + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _soft_cap_kernel(
-    logits,  # [count]
-    count,
+    logits,  # [rows, vocab]
     cap: tl.constexpr,
+    vocab: tl.constexpr,
     block: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    x = tl.load(logits + place, mask=place < count, other=0.0).to(tl.float32)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < vocab
+    place = logits + tl.program_id(0).to(tl.int64) * vocab + columns
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     y = cap * (2.0 * tl.sigmoid(x * (2.0 / cap)) - 1.0)
-    tl.store(logits + place, y.to(logits.dtype.element_ty), mask=place < count)
+    tl.store(place, y.to(logits.dtype.element_ty), mask=inside)
 
 
 def gated(
@@ -62,7 +64,8 @@ def gated(
 def soft_cap_(logits: Tensor, cap: float) -> None:
     """logits = cap * tanh(logits / cap), in float32, rounded once, to within cap * 2e-7.
 
-    `logits`: contiguous; `cap`: above 0. Source: Gemma Team, Gemma 2 (2024).
+    `logits`: [rows, vocab] contiguous; `cap`: above 0. Source: Gemma Team, Gemma 2 (2024).
     """
-    grid = (triton.cdiv(logits.numel(), _BLOCK),)
-    _soft_cap_kernel[grid](logits, logits.numel(), cap, _BLOCK, num_warps=_WARPS)
+    rows, vocab = logits.shape
+    grid = (rows, triton.cdiv(vocab, _BLOCK))
+    _soft_cap_kernel[grid](logits, cap, vocab, _BLOCK, num_warps=_WARPS)

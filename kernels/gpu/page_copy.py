@@ -9,11 +9,11 @@ _BLOCK = 2048  # words: 16 KiB
 _WARPS = 8  # four 16-byte loads a thread in flight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def _copy_pages_kernel(
     pool,  # int64 [layers, pages, words]
     pairs,  # int32 [n, 2]
-    layer_stride,
+    pages,
     words: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -22,7 +22,7 @@ def _copy_pages_kernel(
     source = tl.load(pairs + pair * 2).to(tl.int64)
     target = tl.load(pairs + pair * 2 + 1).to(tl.int64)
     place = (tl.program_id(0) % chunks) * block + tl.arange(0, block)
-    layer = pool + tl.program_id(1).to(tl.int64) * layer_stride
+    layer = pool + tl.program_id(1).to(tl.int64) * pages * words
     content = tl.load(layer + source * words + place, mask=place < words)
     tl.store(layer + target * words + place, content, mask=place < words)
 
@@ -41,4 +41,4 @@ def copy_pages(
     words = pool.view(layers, pages, -1).view(torch.int64)
     block = min(_BLOCK, triton.next_power_of_2(words.shape[2]))
     grid = (pairs.shape[0] * triton.cdiv(words.shape[2], block), layers)
-    _copy_pages_kernel[grid](words, pairs, words.stride(0), words.shape[2], block, num_warps=_WARPS)
+    _copy_pages_kernel[grid](words, pairs, pages, words.shape[2], block, num_warps=_WARPS)

@@ -24,12 +24,12 @@ def _multipliers(place):
     return (_mix(place + 0x9E3779B97F4A7C15) << 25) | low
 
 
-@triton.jit(do_not_specialize=["ticket_low", "ticket_high", "first_layer", "ordinal"])
+@triton.jit(do_not_specialize=["pages", "ticket_low", "ticket_high", "first_layer", "ordinal"])
 def _page_digest_kernel(
     pool,  # int64 [layers, pages, words]
     ids,  # int32 or int64 [n]
     out,  # int64 [layers, n]
-    layer_stride,
+    pages,
     ticket_low,  # the ticket's bits 0 .. 31, as int32
     ticket_high,
     first_layer,
@@ -38,7 +38,7 @@ def _page_digest_kernel(
     block: tl.constexpr,
 ):
     page, layer = tl.program_id(0), tl.program_id(1)
-    first = pool + layer.to(tl.int64) * layer_stride + tl.load(ids + page).to(tl.int64) * words
+    first = pool + (layer.to(tl.int64) * pages + tl.load(ids + page)) * words
     sums = tl.zeros((block,), dtype=tl.uint64)
     for start in range(0, words, block):
         place = start + tl.arange(0, block)
@@ -75,7 +75,7 @@ def digest_pages(
         words,
         ids,
         out,
-        words.stride(0),
+        pages,
         _signed(ticket),
         _signed(ticket >> 32),
         first_layer,

@@ -56,13 +56,15 @@ def _rope_write_kernel(
         raw3 = tl.load(source + rotary_dim + rest_column, mask=known & in_rest, other=0.0)
     if qk_norm is not None:
         weight = qk_norm + head[:, None] * head_dim
+        gain1 = tl.load(weight + column, mask=rotates & in_half, other=0.0)
+        gain2 = tl.load(weight + half + column, mask=rotates & in_half, other=0.0)
         squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)
         if rest:
             x3 = raw3.to(tl.float32)
             squares += tl.sum(x3 * x3, axis=1)
         inverse = (1.0 / tl.sqrt(squares / head_dim + eps))[:, None]
-        x1 *= inverse * tl.load(weight + column, mask=rotates & in_half, other=0.0)
-        x2 *= inverse * tl.load(weight + half + column, mask=rotates & in_half, other=0.0)
+        x1 *= inverse * gain1
+        x2 *= inverse * gain2
         if rest:
             x3 *= inverse * tl.load(weight + rotary_dim + rest_column, mask=rotates & in_rest, other=0.0)
             raw3 = tl.where(rotates, x3.to(dtype), raw3)
