@@ -20,23 +20,23 @@ MIN_HEADS = 16  # rows that tl.dot needs
 @triton.jit
 def _merge(
     partial, max_sum, out, first_item, count, head, real,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ITEMS: tl.constexpr,
+    heads: tl.constexpr, head_dim: tl.constexpr, block_h: tl.constexpr, block_d: tl.constexpr, batch: tl.constexpr,
 ):  # fmt: skip
     """Merges a row's `count` partial results from `first_item` on, for the heads `head` that are `real`, into `out`."""
-    d = tl.arange(0, BLOCK_D)
-    largest = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    sums = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for i in range(0, count, ITEMS):
-        part = i + tl.arange(0, ITEMS)
+    d = tl.arange(0, block_d)
+    largest = tl.full([block_h], float("-inf"), tl.float32)
+    total = tl.zeros([block_h], tl.float32)
+    sums = tl.zeros([block_h, block_d], tl.float32)
+    for i in range(0, count, batch):
+        part = i + tl.arange(0, batch)
         item = (first_item + part).to(tl.int64)
         mask = (part < count)[:, None] & real[None, :]
-        at = item[:, None] * HEADS + head[None, :]
+        at = item[:, None] * heads + head[None, :]
         # From L2: other multiprocessors wrote them, maybe while this kernel ran.
         m = tl.load(max_sum + 2 * at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         s = tl.load(max_sum + 2 * at + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        here = mask[:, :, None] & (d < HEAD_DIM)[None, None, :]
-        acc_at = partial + at[:, :, None] * HEAD_DIM + d[None, None, :]
+        here = mask[:, :, None] & (d < head_dim)[None, None, :]
+        acc_at = partial + at[:, :, None] * head_dim + d[None, None, :]
         acc = tl.load(acc_at, mask=here, other=0.0, cache_modifier=".cg")
         above = tl.maximum(largest, tl.max(m, 0))
         above = tl.where(real, above, 0.0)
@@ -47,40 +47,40 @@ def _merge(
         largest = above
     total = tl.where(real, total, 1.0)
     tl.store(
-        out + head[:, None] * HEAD_DIM + d[None, :],
+        out + head[:, None] * head_dim + d[None, :],
         (sums / total[:, None]).to(out.dtype.element_ty),
-        mask=real[:, None] & (d < HEAD_DIM)[None, :],
+        mask=real[:, None] & (d < head_dim)[None, :],
     )
 
 
 @triton.jit
 def _merge_kernel(
     partial, max_sum, spans, out, out_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ITEMS: tl.constexpr,
+    heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr, items_block: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // HEADS
+    row = tl.program_id(0) // heads
     count = tl.load(spans + 2 * row + 1)
     if count == 1:  # written by the attention kernel itself
         return
-    head = tl.program_id(0) % HEADS + tl.arange(0, 1)
+    head = tl.program_id(0) % heads + tl.arange(0, 1)
     first = tl.load(spans + 2 * row)
     out += row.to(tl.int64) * out_stride
-    _merge(partial, max_sum, out, first, count, head, head < HEADS, HEADS, HEAD_DIM, 1, BLOCK_D, ITEMS)
+    _merge(partial, max_sum, out, first, count, head, head < heads, heads, head_dim, 1, block_d, items_block)
 
 
 @triton.jit
 def _decode_kernel(
     q, pool, tables, items, partial, max_sum, arrived, out, q_stride, table_stride, out_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    RATE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    FUSED: tl.constexpr, MERGE_H: tl.constexpr, MERGE_ITEMS: tl.constexpr,
+    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
+    rate: tl.constexpr, cap: tl.constexpr, window: tl.constexpr,
+    block_h: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
+    fused: tl.constexpr, merge_h: tl.constexpr, merge_items: tl.constexpr,
 ):  # fmt: skip
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    SLAB: tl.constexpr = PAGE * HEAD_DIM
-    unit = tl.program_id(0) % (KV_HEADS * BLOCKS)
-    record = items + tl.program_id(0) // (KV_HEADS * BLOCKS) * 8
+    heads: tl.constexpr = kv_heads * group
+    blocks: tl.constexpr = (group + block_h - 1) // block_h
+    slab_size: tl.constexpr = page_size * head_dim
+    unit = tl.program_id(0) % (kv_heads * blocks)
+    record = items + tl.program_id(0) // (kv_heads * blocks) * 8
     row = tl.load(record)
     if row < 0:
         return
@@ -91,41 +91,44 @@ def _decode_kernel(
     first_item = tl.load(record + 5)
     count = tl.load(record + 6)
 
-    kv_head = unit // BLOCKS
-    member = unit % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)  # of the KV head's group
-    head = kv_head * GROUP + member
-    d = tl.arange(0, BLOCK_D)
-    inside = (d < HEAD_DIM)[None, :]
-    mine = (member < GROUP)[:, None] & inside
-    query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=mine, other=0.0)
+    kv_head = unit // blocks
+    member = unit % blocks * block_h + tl.arange(0, block_h)  # of the KV head's group
+    head = kv_head * group + member
+    d = tl.arange(0, block_d)
+    inside = (d < head_dim)[None, :]
+    mine = (member < group)[:, None] & inside
+    query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * head_dim + d[None, :], mask=mine, other=0.0)
 
-    begin = first_page * PAGE
-    end = tl.minimum(begin + pages * PAGE, length)
-    low = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    if WINDOW and BLOCK_N < PAGE:
-        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)  # a block wholly masked would give inf - inf
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
+    begin = first_page * page_size
+    end = tl.minimum(begin + pages * page_size, length)
+    low = tl.maximum(length - window, 0) if window else 0
+    if window and block_n < page_size:
+        begin = tl.maximum(begin, low // block_n * block_n)  # a block wholly masked would give inf - inf
+    m = tl.full([block_h], float("-inf"), tl.float32)
+    total = tl.zeros([block_h], tl.float32)
+    acc = tl.zeros([block_h, block_d], tl.float32)
+    # A turn's page ids are loaded a turn ahead: where K's address came from a load of its own turn, Triton would keep
+    # half as many turns in flight.
+    lane = tl.arange(0, block_n) if block_n > page_size else 0
+    page = tl.load(table + (begin + lane) // page_size, mask=begin + lane < end, other=0)
+    for start in range(begin, end, block_n):
+        n = start + tl.arange(0, block_n)
         valid = (n >= low) & (n < end)
-        if BLOCK_N <= PAGE:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            slab = pool + (page * (2 * KV_HEADS) + kv_head) * SLAB + start % PAGE * HEAD_DIM
-            k_at = slab + tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + d[None, :]
+        if block_n <= page_size:
+            slab = pool + (page.to(tl.int64) * (2 * kv_heads) + kv_head) * slab_size + start % page_size * head_dim
+            k_at = slab + tl.arange(0, block_n)[:, None] * head_dim + d[None, :]
         else:
-            page = tl.load(table + n // PAGE, mask=n < end, other=0).to(tl.int64)
-            offset = (page * (2 * KV_HEADS) + kv_head) * SLAB + n % PAGE * HEAD_DIM
+            offset = (page.to(tl.int64) * (2 * kv_heads) + kv_head) * slab_size + n % page_size * head_dim
             k_at = pool + offset[:, None] + d[None, :]
+        page = tl.load(table + (start + block_n + lane) // page_size, mask=start + block_n + lane < end, other=0)
         # Masked positions are not read: there may be NaN, and 0 * NaN is NaN.
         read = valid[:, None] & inside
         k = tl.load(k_at, mask=read, other=0.0)
-        v = tl.load(k_at + KV_HEADS * SLAB, mask=read, other=0.0)
+        v = tl.load(k_at + kv_heads * slab_size, mask=read, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        scores *= RATE
-        if CAP:  # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x))
-            scores = CAP - 2 * CAP / (1 + tl.exp2(scores))
+        scores *= rate
+        if cap != 0.0:  # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x))
+            scores = cap - 2 * cap / (1 + tl.exp2(scores))
         scores = tl.where(valid[None, :], scores, float("-inf"))
         above = tl.maximum(m, tl.max(scores, 1))
         old = tl.exp2(m - above)
@@ -136,24 +139,23 @@ def _decode_kernel(
 
     if count == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row's item is empty
-        out_at = out + row.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + d[None, :]
+        out_at = out + row.to(tl.int64) * out_stride + head[:, None] * head_dim + d[None, :]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=mine)
         return
-    at = (tl.program_id(0) // (KV_HEADS * BLOCKS)).to(tl.int64) * HEADS + head
-    tl.store(partial + at[:, None] * HEAD_DIM + d[None, :], acc, mask=mine)
-    tl.store(max_sum + 2 * at, m, mask=member < GROUP)
-    tl.store(max_sum + 2 * at + 1, total, mask=member < GROUP)
-    if FUSED:
+    at = (tl.program_id(0) // (kv_heads * blocks)).to(tl.int64) * heads + head
+    tl.store(partial + at[:, None] * head_dim + d[None, :], acc, mask=mine)
+    tl.store(max_sum + 2 * at, m, mask=member < group)
+    tl.store(max_sum + 2 * at + 1, total, mask=member < group)
+    if fused:
         tl.debug_barrier()  # all threads' results are written before one thread says so
-        arrived += row * HEADS + unit
+        arrived += row * heads + unit
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1:
             tl.store(arrived, 0)  # for the next layer
-            member = unit % BLOCKS * BLOCK_H + tl.arange(0, MERGE_H)
-            head = kv_head * GROUP + member
+            one = unit % blocks * block_h + tl.arange(0, merge_h)
             out += row.to(tl.int64) * out_stride
             _merge(
-                partial, max_sum, out, first_item, count, head, member < GROUP,
-                HEADS, HEAD_DIM, MERGE_H, BLOCK_D, MERGE_ITEMS,
+                partial, max_sum, out, first_item, count, kv_head * group + one, one < group,
+                heads, head_dim, merge_h, block_d, merge_items,
             )  # fmt: skip
 
 
@@ -189,9 +191,9 @@ def decode_attention(
     window: int,
     launch: DecodeLaunch | None = None,
 ) -> None:
-    """Attention of one token a row over all positions up to its own, or the last `window` of them (0: all), into `out`.
+    """Attention of one token a row over the positions up to its own, or the last `window` of them (0: all), into `out`.
 
-    Query head h reads KV head h // (heads // kv_heads); scores are products * `scale`, softly bounded by `cap` (0: not).
+    Query head h reads KV head h // (heads // kv_heads); scores are products * `scale`, softly bounded by `cap` (0: no).
     `q`: [rows, heads * head_dim], rows may be strided; `pool`: [pages, 2, kv_heads, page_size, head_dim], contiguous,
     this step's K and V written, of q's dtype; `tables`: int32 [slots, max_pages]; `slots`, `positions`: int32 [rows],
     already seen by `plan_decode` with the same page size and window; `out`: as q. Padding rows (slot 0) become zeros.
@@ -223,19 +225,19 @@ def decode_attention(
         q.stride(0),
         tables.stride(0),
         out.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PAGE=page_size,
-        RATE=2 * rate / cap if cap else rate,
-        CAP=cap * math.log2(math.e),
-        WINDOW=window,
-        BLOCK_H=MIN_HEADS,
-        BLOCK_N=launch.block,
-        BLOCK_D=block_d,
-        FUSED=launch.fused,
-        MERGE_H=merge_heads,
-        MERGE_ITEMS=max(1, min(16, 4096 // (merge_heads * block_d))),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+        rate=2 * rate / cap if cap else rate,
+        cap=cap * math.log2(math.e),
+        window=window,
+        block_h=MIN_HEADS,
+        block_n=launch.block,
+        block_d=block_d,
+        fused=launch.fused,
+        merge_h=merge_heads,
+        merge_items=max(1, min(16, 4096 // (merge_heads * block_d))),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
@@ -247,9 +249,9 @@ def decode_attention(
         plan.spans,
         out,
         out.stride(0),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        ITEMS=max(1, min(16, 4096 // block_d)),
+        heads=heads,
+        head_dim=head_dim,
+        block_d=block_d,
+        items_block=max(1, min(16, 4096 // block_d)),
         num_warps=4,
     )

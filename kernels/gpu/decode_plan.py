@@ -15,11 +15,11 @@ RECORD = 8  # int32 words of an item: row, slot, first page, pages, row's length
 
 
 @triton.jit
-def _cut(length, slot, target, each, FIXED: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+def _cut(length, slot, target, each, fixed: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr):
     """(first page read, pages, items) of rows of `length` tokens; a padding row has one empty item."""
-    first = tl.maximum(length - WINDOW, 0) // PAGE if WINDOW else length * 0
-    pages = tl.where(slot != 0, (length + PAGE - 1) // PAGE - first, 0)
-    count = tl.minimum(pages, target) if FIXED else (pages + each - 1) // each
+    first = tl.maximum(length - window, 0) // page_size if window else length * 0
+    pages = tl.where(slot != 0, (length + page_size - 1) // page_size - first, 0)
+    count = tl.minimum(pages, target) if fixed else (pages + each - 1) // each
     return first, pages, tl.maximum(count, 1)
 
 
@@ -31,33 +31,33 @@ def _plan_kernel(
     spans,
     rows,
     target,
-    FIXED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
+    fixed: tl.constexpr,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    rows_block: tl.constexpr,
+    items_block: tl.constexpr,
 ):
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, rows_block)
     real = row < rows
     slot = tl.load(slots + row, mask=real, other=0)
     length = tl.load(positions + row, mask=real, other=0) + 1
-    _, pages, _ = _cut(length, slot, target, 1, FIXED, PAGE, WINDOW)
+    _, pages, _ = _cut(length, slot, target, 1, fixed, page_size, window)
     each = tl.maximum((tl.sum(pages, 0) + target - 1) // target, 1)
-    _, pages, count = _cut(length, slot, target, each, FIXED, PAGE, WINDOW)
+    _, pages, count = _cut(length, slot, target, each, fixed, page_size, window)
     count = tl.where(real, count, 0)
     ends = tl.cumsum(count, 0)
     if tl.program_id(0) == 0:
         tl.store(spans + 2 * row, ends - count, mask=real)
         tl.store(spans + 2 * row + 1, count, mask=real)
 
-    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    item = tl.program_id(0) * items_block + tl.arange(0, items_block)
     before = ends[:, None] <= item[None, :]  # rows whose items all come before this one
     owner = tl.sum(before.to(tl.int32), 0)
     start = tl.max(tl.where(before, ends[:, None], 0), 0)
     used = owner < rows
     slot = tl.load(slots + owner, mask=used, other=0)
     length = tl.load(positions + owner, mask=used, other=0) + 1
-    first, pages, count = _cut(length, slot, target, each, FIXED, PAGE, WINDOW)
+    first, pages, count = _cut(length, slot, target, each, fixed, page_size, window)
     part = item - start
     begin, end = part * pages // count, (part + 1) * pages // count
     record = items + item * 8
@@ -141,10 +141,10 @@ def plan_decode(plan: DecodePlan, slots: Tensor, positions: Tensor, *, page_size
         plan.spans,
         rows,
         plan.target_items,
-        FIXED=plan.fixed,
-        PAGE=page_size,
-        WINDOW=window,
-        ROWS=plan.rows_block,
-        ITEMS=plan.items_block,
+        fixed=plan.fixed,
+        page_size=page_size,
+        window=window,
+        rows_block=plan.rows_block,
+        items_block=plan.items_block,
         num_warps=8,
     )
