@@ -42,17 +42,17 @@ class Config:
 
     def lanes(self, n: int, k: int) -> int:
         """Programs that get any work of a weight [n, k]."""
-        return min(self.programs, _ceil(n, self.block_n) * _ceil(k, self.block_k))
+        return min(self.programs, ceil_div(n, self.block_n) * ceil_div(k, self.block_k))
 
     def partial_floats(self, m: int, n: int, k: int) -> int:
         """float32 values of workspace that a product of `m` rows needs."""
         if self.block_m == 1:
             return 0
-        return _ceil(m, self.block_m) * self.lanes(n, k) * 2 * self.block_m * self.block_n
+        return ceil_div(m, self.block_m) * self.lanes(n, k) * 2 * self.block_m * self.block_n
 
     def counters(self, m: int, n: int) -> int:
         """Arrival counts that a product of `m` rows needs."""
-        return 0 if self.block_m == 1 else _ceil(m, self.block_m) * _ceil(n, self.block_n)
+        return 0 if self.block_m == 1 else ceil_div(m, self.block_m) * ceil_div(n, self.block_n)
 
 
 class GemmWorkspace:
@@ -69,7 +69,8 @@ class GemmWorkspace:
         return self.partials.nbytes + self.counters.nbytes
 
 
-def _ceil(value: int, unit: int) -> int:
+def ceil_div(value: int, unit: int) -> int:
+    """value / unit, rounded up."""
     return -(-value // unit)
 
 
@@ -183,7 +184,10 @@ def _gemm_kernel(
         done += last - first
 
 
-def _check(x: Tensor, weight: Tensor, out: Tensor, config: Config, workspace: GemmWorkspace) -> None:
+def check_operands(
+    x: Tensor, weight: Tensor, out: Tensor, workspace: GemmWorkspace, floats: int, counters: int
+) -> None:
+    """Raises ValueError where x [m, k], weight [n, k] and out [m, n] do not fit, or the workspace is too small."""
     m, k = x.shape
     n = weight.shape[0]
     if weight.shape != (n, k) or out.shape != (m, n):
@@ -192,12 +196,12 @@ def _check(x: Tensor, weight: Tensor, out: Tensor, config: Config, workspace: Ge
         raise ValueError("the weight must be contiguous, and the rows of x and out")
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
-    floats, counters = config.partial_floats(m, n, k), config.counters(m, n)
     if workspace.partials.numel() < floats or workspace.counters.numel() < counters:
         raise ValueError(f"the workspace is too small: {floats} partial sums and {counters} counters are needed")
 
 
-def _aligned(tensor: Tensor) -> bool:
+def aligned(tensor: Tensor) -> bool:
+    """Whether a tensor-map copy may read a matrix."""
     return tensor.data_ptr() % TMA_ALIGNMENT == 0 and tensor.stride(0) * tensor.element_size() % TMA_ALIGNMENT == 0
 
 
@@ -209,9 +213,9 @@ def gemm(
     `x`: [m, k], rows contiguous; `weight`: [n, k], contiguous, x's dtype; `out`: [m, n], rows contiguous; `bias`: [n].
     Sizes need not be multiples of the blocks. Raises ValueError for shapes, layouts or a workspace that do not fit.
     """
-    _check(x, weight, out, config, workspace)
     m, k = x.shape
     n = weight.shape[0]
+    check_operands(x, weight, out, workspace, config.partial_floats(m, n, k), config.counters(m, n))
     if m == 0:
         return
     if config.block_m == 1:
@@ -220,7 +224,7 @@ def gemm(
             num_warps=config.num_warps, num_stages=config.num_stages, pdl=config.pdl,
         )  # fmt: skip
         return
-    if config.tma and not (_aligned(x) and _aligned(weight)):
+    if config.tma and not (aligned(x) and aligned(weight)):
         config = replace(config, tma=False)
     lanes = config.lanes(n, k)
     operands: tuple[Any, Any] = (x, weight)
@@ -229,7 +233,7 @@ def gemm(
             TensorDescriptor(x, [m, k], [x.stride(0), 1], [config.block_m, config.block_k]),
             TensorDescriptor(weight, [n, k], [k, 1], [config.block_n, config.block_k]),
         )
-    _gemm_kernel[(_ceil(m, config.block_m), lanes)](
+    _gemm_kernel[(ceil_div(m, config.block_m), lanes)](
         *operands, weight if bias is None else bias, out, workspace.partials, workspace.counters,
         m, n, k, x.stride(0), out.stride(0), lanes,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, HAS_BIAS=bias is not None,
