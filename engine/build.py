@@ -1,4 +1,4 @@
-"""Puts an engine together: configuration, pool, weights, runner, core."""
+"""Puts an engine together: configuration, memory plan, weights, pool, runner, core."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .compile_cache import use_compile_cache
 from .config import DType, EngineOptions
 from .core import EngineCore
+from .device import await_memory, check_device, device_memory
+from .dummy_weights import dummy_weights
 from .huge_pages import use_huge_pages
-from .memory import KVPlan, plan_kv
+from .memory import KVPlan
+from .memory_plan import MemoryPlan, plan_memory
 from .model_config import ModelConfig
-from .model_files import weight_files
 from .prefix_cache import cache_root
 from .runner import ModelRunner
-from .weights import load_weights
+from .start_times import StartTimes
+from .weights import Weights, load_weights
 
 WORTH_HUGE_PAGES = 32 << 20  # bytes of weights
 
@@ -37,6 +41,8 @@ class Engine:
     plan: KVPlan
     pool: Tensor  # [layers, pages, 2, kv_heads, page_size, head_dim]
     runner: ModelRunner
+    memory: MemoryPlan
+    times: StartTimes  # until here; who goes on starting adds to them
 
 
 def build_engine(
@@ -46,41 +52,58 @@ def build_engine(
     fingerprint: str,
     allocate: Callable[[int], Tensor] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    times: StartTimes | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Engine:
     """Load the model and make its pool. Raises ConfigError when model, options and memory do not fit together.
 
     `fingerprint`: of the model's files; it seeds the prefix cache. `allocate`: given a number of bytes, a flat uint8
-    tensor of that size for the pool (a mapped file); else ordinary memory is taken.
+    tensor of that size for the pool (a mapped file); else ordinary memory is taken. `times`: where the time goes is
+    added to it. `progress`: told (stage, bytes done, bytes in all) while weights are read.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    _check_device(options.device)
-    config = ModelConfig.from_dir(model_dir)
-    plan = plan_kv(config, options)
+    times = times or StartTimes()
+    with times.part("configuration"):
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        if options.device_type == "cuda":
+            use_compile_cache()
+        check_device(options.device)
+        config = ModelConfig.from_dir(model_dir)
+        memory = plan_memory(config, options, device_memory=device_memory(options.device))
+        if options.device_type == "cuda":
+            await_memory(options.device, memory.total - memory.context)
     dtype = TORCH_DTYPES[options.dtype]
-    weights = load_weights(model_dir, config, dtype, options.device)
-    if options.device == "cpu" and sum(file.stat().st_size for file in weight_files(model_dir)) >= WORTH_HUGE_PAGES:
-        use_huge_pages()  # before the pool is there, most of which is not touched for long
-    pool = _pool(plan, dtype, options.device, allocate)
-    runner = ModelRunner(config, weights, options, pool)
+    with times.part("weights"):
+        weights = _weights(model_dir, config, options, progress)
+        if options.device_type == "cpu" and memory.weights >= WORTH_HUGE_PAGES:
+            use_huge_pages()  # before the pool is there, most of which is not touched for long
+    with times.part("pool"):
+        pool = _pool(memory.kv, dtype, options.device, allocate)
+    with times.part("runner"):
+        runner = ModelRunner(config, weights, options, pool)
     core = EngineCore(
         runner,
         options,
-        pages=plan.pages,
+        pages=memory.kv.pages,
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        cache_root=cache_root(fingerprint, plan.dtype, plan.page_size),
+        cache_root=cache_root(fingerprint, memory.kv.dtype, memory.kv.page_size),
         clock=clock,
     )
-    return Engine(core, config, plan, pool, runner)
+    return Engine(core, config, memory.kv, pool, runner, memory, times)
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise ConfigError(f"device {device} cannot be used: {str(error).splitlines()[0]}", field="device") from error
+def _weights(
+    model_dir: Path,
+    config: ModelConfig,
+    options: EngineOptions,
+    progress: Callable[[str, int, int], None] | None,
+) -> Weights:
+    dtype = TORCH_DTYPES[options.dtype]
+    if options.load_format == "dummy":
+        return dummy_weights(config, dtype, options.device)
+    return load_weights(model_dir, config, dtype, options.device, progress)
 
 
 def _pool(plan: KVPlan, dtype: torch.dtype, device: str, allocate: Callable[[int], Tensor] | None) -> Tensor:

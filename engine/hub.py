@@ -2,14 +2,19 @@
 
 import os
 import threading
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from .gguf_convert import Progress
-from .model_files import check_layout
+from .model_files import PARTS, Part, check_layout
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja"]  # weights without code: never pickles
+_WANTED: Mapping[Part, tuple[str, ...]] = {  # weights without code: never pickles
+    "config": ("config.json", "generation_config.json"),
+    "tokenizer": ("*.json", "*.jinja"),
+    "weights": ("*.safetensors", "*.json"),
+}
 _UNWANTED = ["*/*", "consolidated*.safetensors"]  # other formats' folders, the same weights under other names
 _TIMEOUT_S = 10.0  # to learn about a file
 
@@ -24,8 +29,11 @@ def fetch(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
     endpoint: str | None = None,
+    parts: Collection[Part] = PARTS,
 ) -> Path:
     """The snapshot of `org/name` at a branch, tag or commit, as a directory; what is cached is not fetched again.
+
+    `parts`: what is needed of it; the directory may hold more.
 
     `cache_dir` None is the hub library's own cache (HF_HOME). Without network, or with HF_HUB_OFFLINE=1, the cached
     snapshot is used if it is whole. `endpoint` None: HF_ENDPOINT or huggingface.co.
@@ -39,7 +47,7 @@ def fetch(
             repository,
             revision=revision,
             cache_dir=cache_dir,
-            allow_patterns=_WANTED,
+            allow_patterns=sorted({pattern for part in {"config", *parts} for pattern in _WANTED[part]}),
             ignore_patterns=_UNWANTED,
             etag_timeout=_TIMEOUT_S,
             endpoint=endpoint,
@@ -59,7 +67,7 @@ def fetch(
         raise _cannot(name, f"is not in the cache and the hub cannot be reached: {how}") from error
     except Exception as error:  # HTTP errors of several libraries, a full disk
         raise _cannot(name, f"could not be fetched ({type(error).__name__}: {str(error)[:300]})") from error
-    return check_layout(Path(path))
+    return check_layout(Path(path), parts)
 
 
 def snapshots(cache_dir: Path | None = None) -> list[tuple[str, Path]]:

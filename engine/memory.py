@@ -1,4 +1,4 @@
-"""How many pages of KV the memory given holds."""
+"""The page pool: how many pages of KV a number of bytes holds. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -22,18 +22,52 @@ class KVPlan:
     dtype: DType
     nbytes: int
 
+    @property
+    def usable(self) -> int:
+        """Pages that sequences can own."""
+        return self.pages - 1
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all usable pages."""
+        return self.usable * self.page_size
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in all layers."""
+        return self.page_bytes * self.shape[0] // self.page_size
+
+    def fits(self, length: int) -> int:
+        """How many sequences of `length` tokens it holds at once that share nothing."""
+        return self.usable // math.ceil(length / self.page_size)
+
+
+def column_bytes(config: ModelConfig, options: EngineOptions) -> int:
+    """Bytes of one page in all layers."""
+    return config.layers * 2 * config.kv_heads * options.page_size * config.head_dim * ITEM_BYTES[options.dtype]
+
+
+def lay_out(config: ModelConfig, options: EngineOptions, pages: int) -> KVPlan:
+    """A pool of `pages` pages, the sink counted in."""
+    column = column_bytes(config, options)
+    shape = (config.layers, pages, 2, config.kv_heads, options.page_size, config.head_dim)
+    return KVPlan(pages, options.page_size, column // config.layers, shape, options.dtype, pages * column)
+
+
+def pages_of(length: int, page_size: int) -> int:
+    """The least pages of a pool that holds one sequence of `length` tokens: the sink is one more."""
+    return 1 + math.ceil(length / page_size)
+
 
 def plan_kv(config: ModelConfig, options: EngineOptions) -> KVPlan:
     """Divide `options.kv_memory` into pages. Raises ConfigError (kv_memory) with the minimum when it is too small."""
-    inner = (2, config.kv_heads, options.page_size, config.head_dim)
-    page_bytes = math.prod(inner) * ITEM_BYTES[options.dtype]
-    column = page_bytes * config.layers
+    column = column_bytes(config, options)
     pages = options.kv_memory // column
-    least = 1 + math.ceil(min(config.context_length, MIN_TOKENS) / options.page_size)
+    least = pages_of(min(config.context_length, MIN_TOKENS), options.page_size)
     if pages < least:
         raise ConfigError(
             f"kv_memory is {options.kv_memory} bytes; this model takes at least {least * column} "
             f"({least} pages of {options.page_size} tokens, {column} bytes each)",
             field="kv_memory",
         )
-    return KVPlan(pages, options.page_size, page_bytes, (config.layers, pages, *inner), options.dtype, pages * column)
+    return lay_out(config, options, pages)

@@ -2,11 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from .safetensors_file import StoredTensor, read_header
+
+Part = Literal["config", "tokenizer", "weights"]
+"""What a model directory is needed for."""
+PARTS: tuple[Part, ...] = ("config", "tokenizer", "weights")
 
 _SAMPLE = 1 << 16  # bytes hashed at the start, the middle and the end of a tensor
 _MAX_JSON = 256 << 20  # bytes
@@ -51,15 +56,24 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def check_layout(path: Path) -> Path:
-    """The directory itself, if it holds all that serving needs; else ConfigError that says what is missing."""
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-    if not (path / "model.safetensors.index.json").is_file() and not any(path.glob("*.safetensors")):
+def check_layout(path: Path, parts: Collection[Part] = PARTS) -> Path:
+    """The directory itself, if it holds all of `parts` and its config.json; else ConfigError that says what is missing.
+
+    A gateway needs no weights, a worker that makes random ones needs neither weights nor tokenizer.
+    """
+    wanted = ("config.json", "tokenizer.json") if "tokenizer" in parts else ("config.json",)
+    missing = [name for name in wanted if not (path / name).is_file()]
+    indexed = (path / "model.safetensors.index.json").is_file()
+    if "weights" in parts and not indexed and not any(path.glob("*.safetensors")):
         missing.append("*.safetensors")
+    if missing == ["tokenizer.json"] and "weights" not in parts:
+        remedy = "a gateway needs one; copy one whose vocabulary is no larger than the model's beside config.json"
+        raise ConfigError(f"model directory {path} lacks tokenizer.json: {remedy}", field="model")
     if missing:
         remedy = "expected a directory in the Hugging Face layout (a GGUF file becomes one by `twostroke convert`)"
         raise ConfigError(f"model directory {path} lacks {', '.join(missing)}: {remedy}", field="model")
-    weight_files(path)
+    if "weights" in parts:
+        weight_files(path)
     return path
 
 
@@ -68,7 +82,7 @@ def fingerprint(path: Path) -> str:
 
     Equal on all machines, whatever the sharding of the files. Reads at most 192 KiB of each tensor: 0.05 s for 270 MB.
     """
-    digest = hashlib.sha256(json.dumps(_normalised(read_json(path / "config.json")), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(normalised_config(path), sort_keys=True).encode())
     tensors = [(name, file, stored) for file in weight_files(path) for name, stored in read_header(file).items()]
     tensors.sort(key=lambda entry: (entry[0], entry[1].name))
     for name, file, stored in tensors:
@@ -78,8 +92,9 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _normalised(config: dict[str, Any]) -> dict[str, Any]:
-    """Without keys that do not matter, and with the rope base in one place, whichever version wrote it."""
+def normalised_config(path: Path) -> dict[str, Any]:
+    """config.json without keys that do not matter, and with the rope base in one place, whichever version wrote it."""
+    config = read_json(path / "config.json")
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL and value is not None}
     rope = kept.pop("rope_parameters", None) or kept.pop("rope_scaling", None) or {}
     rope = dict(rope) if isinstance(rope, dict) else {}

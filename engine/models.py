@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from ..errors import ConfigError
 from . import hub
 from .embedded import EMBEDDED, ensure_embedded
 from .gguf_convert import Progress
-from .model_files import check_layout, fingerprint, weight_files
+from .model_config import ModelConfig
+from .model_files import PARTS, Part, check_layout, fingerprint, read_json, weight_files
 
-__all__ = ["EMBEDDED", "CachedModel", "Progress", "cached", "fingerprint", "resolve", "served_name", "weight_files"]
+__all__ = ["EMBEDDED", "CachedModel", "Progress", "cached", "fingerprint", "read_config", "resolve", "served_name"]
+__all__ += ["weight_files"]
 
 _HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -25,18 +28,25 @@ class CachedModel:
     nbytes: int
 
 
-def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def resolve(
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    parts: Collection[Part] = PARTS,
+) -> Path:
     """The model's directory in the Hugging Face layout, fetched and converted if need be.
 
     `name`: `smollm2-135m`, a directory, or a hub id `org/name[@revision]`. `cache_dir` None: TWOSTROKE_MODELS_DIR, else
-    ~/.cache/twostroke/models (hub models then lie in the hub library's own cache). Blocks while it downloads, up to
-    minutes. Raises ConfigError (field `model` or `models_dir`) with the remedy.
+    ~/.cache/twostroke/models (hub models then lie in the hub library's own cache). `parts`: what the caller needs of
+    it; of a hub model no more is fetched. Blocks while it downloads, up to minutes.
+    Raises ConfigError (field `model` or `models_dir`) with the remedy.
     """
     if name == EMBEDDED:
         return ensure_embedded(_cache_dir(cache_dir), progress)
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):  # which is False, and no error, for names that cannot be a file's
-        return check_layout(path)
+        return check_layout(path, parts)
     if path.suffix == ".gguf" and os.path.isfile(path):
         raise ConfigError(
             f"model {name!r} is a GGUF file: convert it first (twostroke convert {name} DIR)", field="model"
@@ -46,7 +56,18 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress | No
         raise ConfigError(
             f"model {name!r} is neither a directory, nor {EMBEDDED}, nor a hub id org/name[@revision]", field="model"
         )
-    return hub.fetch(match["repository"], match["revision"], cache_dir=_hub_dir(cache_dir), progress=progress)
+    return hub.fetch(
+        match["repository"], match["revision"], cache_dir=_hub_dir(cache_dir), progress=progress, parts=parts
+    )
+
+
+def read_config(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> ModelConfig:
+    """The configuration of what `resolve` takes, or of a bare `config.json`. Of a hub model no more is fetched."""
+    path = Path(os.path.expanduser(name))
+    if path.suffix == ".json" and os.path.isfile(path):
+        return ModelConfig.from_dicts(read_json(path), {})
+    parts: tuple[Part, ...] = ("config",)
+    return ModelConfig.from_dir(resolve(name, cache_dir=cache_dir, progress=progress, parts=parts))
 
 
 def served_name(name: str) -> str:

@@ -1,7 +1,10 @@
 """A model's tensors out of safetensors files, fused and laid out for the decoder."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -38,21 +41,43 @@ class Weights:
     head: Linear  # hidden -> vocab
 
 
-def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Weights:
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Weights:
     """Read `path`'s safetensors (one file, or shards with an index), converted to `dtype`.
 
+    `progress`: told ("weights", bytes done, bytes in all), as they are on the device.
     Raises ConfigError naming the tensors that are missing or misshapen before any of them is read.
     """
+    shapes = expected_shapes(config)
+    total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
     with ExitStack() as stack:
         files = Checkpoint(path, stack)
-        files.check(expected_shapes(config))
-        return _Loader(files, config, dtype, device).load()
+        files.check(shapes)
+        told = None if progress is None else partial(progress, "weights")
+        return _Loader(files, config, dtype, device, total, told).load()
 
 
 class _Loader:
     """Copies tensors into fused matrices."""
 
-    def __init__(self, files: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        files: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: str,
+        total: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """`total`: bytes to read, in `dtype`."""
+        self._done = 0
+        self._total = total
+        self._progress = progress
         self._files = files
         self._config = config
         self._dtype = dtype
@@ -85,6 +110,7 @@ class _Loader:
 
     def _norm(self, name: str) -> Tensor:
         weight = self._files.read(name + ".weight").to(self._device, torch.float32, copy=True)
+        self._tell(weight.numel())
         return weight.add_(self._config.family.norm_offset)
 
     def _linear(self, names: list[str], bias: bool) -> Linear:
@@ -92,5 +118,11 @@ class _Loader:
 
     def _fused(self, names: list[str], kind: str) -> Tensor:
         parts = [self._files.read(f"{name}.{kind}").to(self._device, self._dtype) for name in names]
+        self._tell(sum(part.numel() for part in parts))
         # A tensor read without conversion may be a view of the mapped file; one that stays must not depend on it.
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+    def _tell(self, elements: int) -> None:
+        self._done += elements * self._dtype.itemsize
+        if self._progress is not None:
+            self._progress(self._done, self._total)

@@ -219,8 +219,9 @@ class WorkerSettings(Settings):
 
     def engine_options(self) -> EngineOptions:
         """The engine's share of these settings; what was left to the device is filled in."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)}
-        return EngineOptions(**{name: 0 if value is None else value for name, value in values.items()})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)}
+        values |= {name: 0 for name, value in values.items() if value is None}
+        return EngineOptions(**values)
 
 
 class UpSettings(Settings):

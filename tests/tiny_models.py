@@ -95,6 +95,18 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 WINDOWED = ("mistral", "qwen2-window", "gemma2", "gemma3", "phi3")
 
 
+def make_config(directory: Path, name: str) -> Path:
+    """Writes nothing but config.json into `directory`, and returns that."""
+    kind, changes = MODELS[name]
+    config = getattr(transformers, kind)(**{**_SIZES, **changes}, architectures=[_architecture(kind)])
+    config.save_pretrained(directory)
+    return directory
+
+
+def _architecture(kind: str) -> str:
+    return kind.replace("TextConfig", "ForCausalLM").replace("Config", "ForCausalLM")
+
+
 def make_model(directory: Path, name: str, *, shard: str = "5GB", seed: int = 0) -> transformers.PreTrainedModel:
     """Writes the checkpoint, and returns the model of transformers in float32.
 
@@ -104,9 +116,8 @@ def make_model(directory: Path, name: str, *, shard: str = "5GB", seed: int = 0)
     kind, changes = MODELS[name]
     # Eager: transformers 5.17 leaves soft caps out of its other implementations.
     config = getattr(transformers, kind)(**{**_SIZES, **changes}, attn_implementation="eager")
-    architecture = kind.replace("TextConfig", "ForCausalLM").replace("Config", "ForCausalLM")
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(config).eval()
+    model = getattr(transformers, _architecture(kind))(config).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():

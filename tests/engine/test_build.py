@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from transformers import LlamaForCausalLM
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.request import Request, SamplingParams, SequenceKey
+from twostroke.engine.start_times import StartTimes
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import ConfigError
 
@@ -88,6 +90,33 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_read(tiny, tmp_path
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     with pytest.raises(ConfigError, match="MambaForCausalLM"):
+        build_engine(path, SMALL, fingerprint="f")
+
+
+def test_it_tells_where_memory_and_time_go(tiny_llama_dir):
+    told = []
+    engine = build_engine(
+        tiny_llama_dir, SMALL, fingerprint="f", progress=lambda stage, done, total: told.append((stage, done, total))
+    )
+    assert engine.plan is engine.memory.kv
+    assert engine.memory.device_memory > 1 << 28  # the machine's
+    assert list(engine.times.to_dict()) == ["configuration", "weights", "pool", "runner"]
+    total = told[-1][2]
+    assert told[-1] == ("weights", total, total)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    times = StartTimes()
+    assert build_engine(tiny_llama_dir, SMALL, fingerprint="f", times=times).times is times
+
+
+def test_random_weights_need_no_files(tiny, tmp_path):
+    path = tiny.make_tiny_llama(tmp_path / "m")
+    for file in path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    engine = build_engine(path, replace(SMALL, load_format="dummy"), fingerprint="f")
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    assert len(run(engine, [[1, 2, 3]], params)[0]) == 5
+    with pytest.raises(ConfigError, match="safetensors"):
         build_engine(path, SMALL, fingerprint="f")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.engine import hub
+from twostroke.engine.model_files import PARTS, Part
 from twostroke.engine.models import cached, fingerprint
 from twostroke.errors import ConfigError
 
@@ -72,6 +73,19 @@ def test_fetches_what_serving_needs_and_no_more(server: Hub, tiny_llama_dir: Pat
     server.requests.clear()
     assert hub.fetch("org/tiny", "v1", cache_dir=tmp_path / "hub", endpoint=server.endpoint) == path
     assert server.fetched() == set()  # the same commit
+
+
+def test_fetches_a_part_and_later_the_rest(server: Hub, tmp_path: Path) -> None:
+    def fetch(*parts: Part) -> set[str]:
+        server.requests.clear()
+        hub.fetch("org/tiny", cache_dir=tmp_path / "hub", endpoint=server.endpoint, parts=parts)
+        return server.fetched()
+
+    assert fetch("config") == {"config.json", "generation_config.json"}
+    assert fetch("config", "tokenizer") == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert hub.snapshots(tmp_path / "hub") == []  # it cannot be served
+    assert fetch(*PARTS) == {"model.safetensors"}
+    assert len(hub.snapshots(tmp_path / "hub")) == 1
 
 
 def test_refusals(server: Hub, tmp_path: Path) -> None:

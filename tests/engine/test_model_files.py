@@ -48,6 +48,18 @@ def test_a_missing_file_is_named(model: Path, name: str) -> None:
     assert caught.value.field == "model"
 
 
+def test_parts_that_are_not_needed_may_be_missing(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert check_layout(model, ("config", "tokenizer")) == model
+    (model / "tokenizer.json").unlink()
+    assert check_layout(model, ("config",)) == model
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json: a gateway needs one"):
+        check_layout(model, ("config", "tokenizer"))
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"lacks config\.json"):
+        check_layout(model, ("tokenizer",))
+
+
 def test_shards(model: Path) -> None:
     shard(model)
     (model / "consolidated.safetensors").write_bytes(b"other")

@@ -1,10 +1,12 @@
 """Names of models: what each means, and what is said when it means nothing."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from twostroke.engine.models import EMBEDDED, cached, resolve, served_name
+from twostroke.engine.models import EMBEDDED, cached, read_config, resolve, served_name
 from twostroke.errors import ConfigError
 
 
@@ -85,3 +87,18 @@ def test_the_caches_place(smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TWOSTROKE_MODELS_DIR", str(tmp_path / "variable"))
     assert resolve(EMBEDDED) == tmp_path / "variable" / EMBEDDED
     assert resolve(EMBEDDED, cache_dir=tmp_path / "argument") == tmp_path / "argument" / EMBEDDED
+
+
+def test_a_configuration_needs_neither_weights_nor_tokenizer(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.make_tiny_llama(tmp_path / "m")
+    whole = read_config(str(path))
+    for file in path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    assert read_config(str(path)).layers == whole.layers == 2
+    other = (path / "config.json").rename(tmp_path / "other.json")
+    assert read_config(str(other)) == replace(whole, eos_token_ids=frozenset({2}))
+    with pytest.raises(ConfigError, match=r"lacks config\.json"):
+        read_config(str(path))
+    with pytest.raises(ConfigError, match="neither a directory"):
+        read_config(str(tmp_path / "no.json"))
