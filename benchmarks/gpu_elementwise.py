@@ -1,6 +1,6 @@
 """The fused elementwise kernels on one GPU at the shape of Llama-3.1-8B: checked, then timed as CUDA graphs.
 
-`python benchmarks/gpu_elementwise.py [--tune] [--rows 1 32 256 8192] [--json FILE]`, about half a minute.
+`python benchmarks/gpu_elementwise.py [--tune] [--pdl] [--rows 1 32 256 8192] [--json FILE]`, about half a minute.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def ints(values: Tensor) -> Tensor:
 class Step:
     """The tensors of a step of `rows` tokens, of which any number of sequences has its pages in shuffled order."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, pdl: bool = False) -> None:
         """`rows`: above 256 one prompt's, else of a sequence each."""
-        self.rows = rows
+        self.rows, self.pdl = rows, pdl
         pages = rows if rows <= 256 else -(-rows // PAGE_SIZE)
         self.tables = torch.zeros(rows + 1, CONTEXT // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
         order = ints(torch.randperm(pages) + 1)
@@ -77,7 +77,7 @@ class Step:
         self.angles = torch.cat((cos[:, 0, : HEAD_DIM // 2], sin[:, 0, HEAD_DIM // 2 :]), dim=-1).to(DEVICE)
         self.qk_norm = torch.rand(HEADS + KV_HEADS, HEAD_DIM, device=DEVICE) + 0.5
         self.qkv = random(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        self.hidden, self.delta, self.normed = random(rows, WIDTH, dtype=torch.float32), random(rows, WIDTH), None
+        self.hidden, self.delta = random(rows, WIDTH, dtype=torch.float32), random(rows, WIDTH)
         self.normed = torch.empty_like(self.delta)
         self.weight = torch.rand(WIDTH, device=DEVICE) + 0.5
         self.gate_up, self.inner = random(rows, 2 * INNER), random(rows, INNER)
@@ -98,15 +98,16 @@ class Step:
             page_size=PAGE_SIZE,
             eps=EPS,
             qk_norm=qk_norm,
+            pdl=self.pdl,
         )
 
     def norm(self) -> None:
         """One launch."""
-        add_norm.add_norm(self.hidden, self.delta, self.weight, EPS, self.normed)
+        add_norm.add_norm(self.hidden, self.delta, self.weight, EPS, self.normed, pdl=self.pdl)
 
     def gate(self) -> None:
         """One launch."""
-        gated.gated(self.gate_up, self.inner, "silu")
+        gated.gated(self.gate_up, self.inner, "silu", pdl=self.pdl)
 
     def cases(self, embedding: Tensor) -> list[Case]:
         """`embedding`: [vocab, width]."""
@@ -129,9 +130,8 @@ class Step:
         if rows <= 256:
             logits = random(rows, VOCAB)
             found.append(Case("soft_cap_", rows, 2 * logits.nbytes, lambda: gated.soft_cap_(logits, CAP)))
-            keep = Case("keep_tokens", rows, 20 * rows, lambda: state.keep_tokens(self.last_tokens, self.slots, drawn))
-            drawn = self.tokens.clone()
-            found.append(keep)
+            kept = torch.zeros_like(self.last_tokens)
+            found.append(Case("keep_tokens", rows, 20 * rows, lambda: state.keep_tokens(kept, self.slots, self.tokens)))
         return found
 
 
@@ -176,7 +176,6 @@ def check(embedding: Tensor) -> None:
         slots, places = step.slots.long(), step.positions.long()
         page = step.tables[slots, places // PAGE_SIZE].long()
         close(step.pool[page, :, :, places % PAGE_SIZE].flatten(1, 2), heads[:, HEADS:], relative, 5e-2)
-        step.cases(embedding)[0].launch()
         logits = random(rows, VOCAB) * 20
         capped = logits.clone()
         gated.soft_cap_(capped, CAP)
@@ -217,9 +216,9 @@ def seconds(case: Case) -> float:
     return statistics.median(times)
 
 
-def tune(rows: list[int]) -> None:
+def tune(rows: list[int], pdl: bool) -> None:
     """Prints the times of the launch constants' combinations."""
-    steps = [Step(count) for count in rows]
+    steps = [Step(count, pdl) for count in rows]
     for module, constants in TUNED.items():
         for values in itertools.product(*constants.values()):
             for name, value in zip(constants, values, strict=True):
@@ -238,21 +237,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256, 8192])
     parser.add_argument("--tune", action="store_true", help="try the kernels' launch constants instead")
+    parser.add_argument("--pdl", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append records here, not to results/gpu.jsonl")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.tune:
-        return tune(args.rows)
+        return tune(args.rows, args.pdl)
     embedding = random(VOCAB, WIDTH)
     check(embedding)
     recorder = Recorder("gpu", args.json)
     cases = page_cases()
     source, target = random(2, 2**28 if DEVICE.type == "cuda" else 2**10)
     cases.append(Case("copy by torch", 0, 2 * source.nbytes, lambda: target.copy_(source)))
-    for case in itertools.chain(cases, *(Step(rows).cases(embedding) for rows in args.rows)):
+    for case in itertools.chain(cases, *(Step(rows, args.pdl).cases(embedding) for rows in args.rows)):
         taken = seconds(case)
         print(f"{case.name:24s} {case.rows:6d} rows {taken * 1e6:9.2f} us {case.nbytes / taken / 1e12:7.3f} TB/s")
-        recorder.add("elementwise", taken * 1e6, "us", mode=case.name, rows=case.rows, dtype="bfloat16")
+        recorder.add("elementwise", taken * 1e6, "us", mode=case.name, rows=case.rows, dtype="bfloat16", pdl=args.pdl)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _THREAD_ELEMENTS = 8  # two 16-byte accesses of the stream, one of the 16-bit tensors
 _MAX_WARPS = 16
@@ -24,12 +25,16 @@ def _add_norm_kernel(
     eps: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, block)
     inside = columns < width
+    gain = tl.load(weight + columns, mask=inside, other=0.0)  # ahead of all barriers, which no load crosses
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(hidden + row + columns, mask=inside, other=0.0)
-    gain = tl.load(weight + columns, mask=inside, other=0.0)  # ahead of the sums' barriers, which no load crosses
     if delta is not None:
         d = tl.load(delta + row + columns, mask=inside, other=0.0).to(tl.float32)
         if post_weight is not None:
@@ -48,14 +53,20 @@ def add_norm(
     eps: float,
     out: Tensor,  # [rows, width] contiguous: written
     post_weight: Tensor | None = None,  # float32 [width]
+    *,
+    pdl: bool = False,
 ) -> None:
     """hidden += delta (or rms_norm(delta) * post_weight), then out = rms_norm(hidden) * weight, rounded once.
 
     Without `delta` only `out` is written. A row's result does not depend on the number of rows.
+    `pdl`: may start while the kernel before it in the stream still runs, and lets the next one do so (programmatic
+    dependent launch; Hopper and later). That kernel must not write the weights.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the norm of a sub-layer's output: Gemma
     Team, Gemma 2 (2024).
     """
     rows, width = hidden.shape
     block = triton.next_power_of_2(width)
     warps = min(max(block // (32 * _THREAD_ELEMENTS), 1), _MAX_WARPS)
-    _add_norm_kernel[(rows,)](hidden, delta, weight, post_weight, out, eps, width, block, num_warps=warps)
+    _add_norm_kernel[(rows,)](
+        hidden, delta, weight, post_weight, out, eps, width, block, pdl, num_warps=warps, launch_pdl=pdl
+    )

@@ -5,6 +5,7 @@ from typing import Literal
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _BLOCK = 2048
 _WARPS = 4  # 16 elements a thread: two 16-byte loads of the gate and two of the other half in flight
@@ -17,7 +18,11 @@ def _gated_kernel(
     inner: tl.constexpr,
     gelu: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < inner
@@ -50,15 +55,19 @@ def gated(
     gate_up: Tensor,  # [rows, 2 * inner] contiguous, gate in the first half
     out: Tensor,  # [rows, inner] contiguous: written
     activation: Literal["silu", "gelu_tanh"],
+    *,
+    pdl: bool = False,
 ) -> None:
     """out = activation(gate) * up, in float32, rounded once; gelu by its tanh approximation.
 
+    `pdl`: may start while the kernel before it in the stream still runs, and lets the next one do so (programmatic
+    dependent launch; Hopper and later).
     Source: Shazeer, GLU Variants Improve Transformer (2020).
     """
     rows, inner = out.shape
     block = min(_BLOCK, triton.next_power_of_2(inner))
     grid = (rows, triton.cdiv(inner, block))
-    _gated_kernel[grid](gate_up, out, inner, activation == "gelu_tanh", block, num_warps=_WARPS)
+    _gated_kernel[grid](gate_up, out, inner, activation == "gelu_tanh", block, pdl, num_warps=_WARPS, launch_pdl=pdl)
 
 
 def soft_cap_(logits: Tensor, cap: float) -> None:

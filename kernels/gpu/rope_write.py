@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HALF_ELEMENTS = 1024  # of a program's first halves: one 16-byte access of 8 elements a thread
 _WARPS = 4
@@ -27,6 +28,7 @@ def _rope_write_kernel(
     head_block: tl.constexpr,
     half_block: tl.constexpr,
     rest_block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     half: tl.constexpr = rotary_dim // 2
     rest: tl.constexpr = head_dim - rotary_dim
@@ -43,12 +45,18 @@ def _rope_write_kernel(
     column = tl.arange(0, half_block)[None, :]
     in_half = column < half
     source = qkv + (token * (heads + 2 * kv_heads) + head)[:, None] * head_dim
-    raw1 = tl.load(source + column, mask=known & in_half, other=0.0)
-    raw2 = tl.load(source + half + column, mask=known & in_half, other=0.0)
+    if not pdl:
+        raw1 = tl.load(source + column, mask=known & in_half, other=0.0)
+        raw2 = tl.load(source + half + column, mask=known & in_half, other=0.0)
     page = tl.load(tables + slot * max_pages + position // page_size).to(tl.int64)
     turn = angles + position.to(tl.int64) * rotary_dim + column
     cos = tl.load(turn, mask=in_half, other=0.0)
     sin = tl.load(turn + half, mask=in_half, other=0.0)
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+        raw1 = tl.load(source + column, mask=known & in_half, other=0.0)
+        raw2 = tl.load(source + half + column, mask=known & in_half, other=0.0)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
     if rest:
         rest_column = tl.arange(0, rest_block)[None, :]
@@ -98,12 +106,15 @@ def rope_write(
     page_size: int,
     eps: float,  # of the head norms
     qk_norm: Tensor | None,  # float32 [heads + kv_heads, head_dim], a row a head
+    pdl: bool = False,
 ) -> None:
     """Normalises (where the model does) and rotates Q in place and K on its way into the pool; V goes there as it is.
 
     A token's page is tables[slot, position // page_size], so padding rows (slot 0, position 0) write to the sink.
     Computed in float32 and rounded once. K and V within `qkv` are left as they were. The rotation pairs element i
     with i + rotary_dim / 2 and leaves those from rotary_dim on.
+    `pdl`: may start while the kernel before it in the stream still runs, and lets the next one do so (programmatic
+    dependent launch; Hopper and later). That kernel may write `qkv`, but none of the other inputs.
     Source: Su et al., RoFormer (2021); Henry et al., Query-Key Normalization for Transformers (2020).
     """
     head_dim, rotary_dim = pool.shape[-1], angles.shape[-1]
@@ -129,5 +140,7 @@ def rope_write(
         head_block=head_block,
         half_block=half_block,
         rest_block=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+        pdl=pdl,
         num_warps=_WARPS,
+        launch_pdl=pdl,
     )

@@ -5,6 +5,8 @@ from torch.nn import functional
 from twostroke.kernels.gpu.gated import gated, soft_cap_
 from twostroke.kernels.tolerances import TOLERANCES
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a sigmoid's, near 0
+
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
