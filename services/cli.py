@@ -7,7 +7,7 @@ import click
 
 from .. import __version__
 from ..errors import ConfigError, TwostrokeError
-from .commands import bench, chat, doctor, generate, models, serve, up, verify
+from .commands import bench, chat, doctor, generate, models, plan, serve, up, verify
 from .commands import workers as workers_
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 for command in (up.up, generate.generate, chat.chat, bench.bench, models.models, models.convert, verify.verify):
     main.add_command(command)
-for command in (doctor.doctor, serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
+for command in (plan.plan, doctor.doctor, serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
     main.add_command(command)
 main.add_command(workers_.workers)
 

@@ -49,6 +49,7 @@ def test_the_commands() -> None:
         "models",
         "convert",
         "verify",
+        "plan",
         "doctor",
         "gateway",
         "prefill",
