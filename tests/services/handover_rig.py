@@ -19,7 +19,7 @@ import grpc.aio
 import torch
 from torch import Tensor
 
-from twostroke.engine.batch import LayerHook, Row
+from twostroke.engine.batch import Computed, Launched, LayerHook, Row
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
 from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, StepResult, Token, Work
@@ -66,12 +66,17 @@ def expected_tokens(
 class TensorRunner:
     """Keeps tokens in place of KV: in each layer's K, with the position in V; reads all layers of all positions."""
 
+    overlaps = False
+
     def __init__(self, pool: Tensor) -> None:
         """`pool`: [LAYERS, pages, 2, 1, PAGE, 2] int32."""
         self.pool = pool
         self.after_layer: Callable[[int, list[Row]], None] = lambda layer, rows: None
         self.tokens_run = 0
         self.fail_with: Exception | None = None
+
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        return Computed(self.run(rows, hook))
 
     def run(self, rows: list[Row], hook: LayerHook | None) -> list[Token]:
         progress = [row.progress for row in rows if row.progress is not None]
