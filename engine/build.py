@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from .runner import ModelRunner
 from .start_times import StartTimes
 from .weights import Weights, load_weights
 
+if TYPE_CHECKING:
+    from .cuda.runner import CudaRunner
+
 WORTH_HUGE_PAGES = 32 << 20  # bytes of weights
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
@@ -40,7 +44,7 @@ class Engine:
     config: ModelConfig
     plan: KVPlan
     pool: Tensor  # [layers, pages, 2, kv_heads, page_size, head_dim]
-    runner: ModelRunner
+    runner: "ModelRunner | CudaRunner"
     memory: MemoryPlan
     times: StartTimes  # until here; who goes on starting adds to them
 
@@ -79,8 +83,7 @@ def build_engine(
             use_huge_pages()  # before the pool is there, most of which is not touched for long
     with times.part("pool"):
         pool = _pool(memory.kv, dtype, options.device, allocate)
-    with times.part("runner"):
-        runner = ModelRunner(config, weights, options, pool)
+    runner = _runner(config, weights, options, pool, memory, times)
     core = EngineCore(
         runner,
         options,
@@ -104,6 +107,29 @@ def _weights(
     if options.load_format == "dummy":
         return dummy_weights(config, dtype, options.device)
     return load_weights(model_dir, config, dtype, options.device, progress)
+
+
+def _runner(
+    config: ModelConfig,
+    weights: Weights,
+    options: EngineOptions,
+    pool: Tensor,
+    memory: MemoryPlan,
+    times: StartTimes,
+) -> "ModelRunner | CudaRunner":
+    if options.device_type != "cuda":
+        with times.part("runner"):
+            return ModelRunner(config, weights, options, pool)
+    from .cuda.runner import CudaRunner  # Triton is not installed where a CPU serves
+    from .cuda.warm_up import warm_up
+
+    with times.part("runner"):
+        runner = CudaRunner(config, weights, options, pool, memory.graph_sizes)
+    with times.part("warm-up"):
+        warm_up(runner, options, config.context_length)
+    with times.part("graphs"):
+        runner.capture()
+    return runner
 
 
 def _pool(plan: KVPlan, dtype: torch.dtype, device: str, allocate: Callable[[int], Tensor] | None) -> Tensor:

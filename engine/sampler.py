@@ -82,7 +82,7 @@ def _random(logits: Tensor, draws: list[Draw]) -> Tensor:
     # The largest becomes 0 first: a tiny temperature then cannot overflow to +inf.
     logits.sub_(logits.amax(dim=1, keepdim=True)).div_(temperature.unsqueeze(1))
     _filter_(logits, params)
-    seeds = torch.tensor([_signed(p.seed) for p in params], device=device)
+    seeds = torch.tensor([signed(p.seed) for p in params], device=device)
     samples = torch.tensor([draw.sample for draw in draws], device=device)
     positions = torch.tensor([draw.position for draw in draws], device=device)
     return gumbel_race(logits, seeds, samples, positions)
@@ -115,7 +115,7 @@ def _doubles(values: list[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """The same 64 bits as a signed number."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed

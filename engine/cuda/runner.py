@@ -1,0 +1,211 @@
+"""The model runner on a GPU: launches steps one behind the other and never waits for the device itself."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.gpu.page_copy import copy_pages
+from ...kernels.gpu.prefill_attention import prefill_tiles
+from ...kernels.gpu.prefill_shape import prefill_shape
+from ...kernels.gpu.state import keep_tokens, set_table
+from ..batch import Computed, Launched, LayerHook, Row
+from ..config import EngineOptions
+from ..model_config import ModelConfig
+from ..request import SamplingParams, SequenceKey
+from ..sampler import Draw
+from ..scoring import score
+from ..weights import Weights
+from .decoder import CudaDecoder, StepTensors
+from .draws import Draws, Silent
+from .graphs import DecodeGraphs
+from .staging import ALIGNMENT, Staging
+from .state import DeviceState
+
+MAX_UPDATES = 1 << 14  # block table entries told to the device at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A step's rows in the order of computation: single tokens first."""
+
+    rows: list[Row]
+    slots: list[int]
+    firsts: dict[int, int]  # by id of the row: index of its first token among the step's tokens
+    singles: int
+
+
+class CudaRunner:
+    """Implements `core.Runner`. Also runs on a CPU under Triton's interpreter, without graphs, for tests."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        options: EngineOptions,
+        pool: Tensor,
+        graph_sizes: Sequence[int] = (),
+    ) -> None:
+        """`pool`: [layers, pages, 2, kv_heads, page_size, head_dim], contiguous, in the options' dtype and device."""
+        self.weights = weights
+        self._pool = pool
+        self._device = pool.device
+        self._options = options
+        self._page_size = options.page_size
+        self._invariant = options.batch_invariant
+        max_pages = -(-config.context_length // options.page_size) + 1
+        self._state = DeviceState(options.max_batch, max_pages, pool.device)
+        self._decoder = CudaDecoder(config, weights, options, pool, self._state)
+        self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device)
+        shape = prefill_shape(config.heads, config.kv_heads, config.head_dim, options.page_size, pool.dtype)
+        self._tile = shape.tokens
+        budget = options.token_budget
+        self._staging = Staging(8 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
+        self._updates = Staging(3 * MAX_UPDATES, pool.device)
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self.graphs = DecodeGraphs(graph_sizes if self._stream is not None else ())
+
+    @torch.inference_mode()
+    def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        """As `core.Runner.launch`."""
+        with torch.cuda.stream(self._stream):  # none: nothing
+            return self._launch(rows, hook)
+
+    def _launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
+        layout = self._arrange(rows)
+        drawing = [row for row in rows if row.sample]
+        size = 0
+        if layout.singles == len(rows) == len(drawing) and hook is None and not any(row.scoring for row in rows):
+            size = self.graphs.size_for(len(rows))
+        if size:
+            slots = self._send_decode(layout, size).slots[: len(rows)]
+            logits, normed = self.graphs.replay(size)[: len(rows)], None
+        else:
+            step, slots = self._send(layout, rows)
+            progress = [row.progress for row in rows if row.progress is not None]
+            written = None if hook is None or not progress else lambda layer: hook(layer, progress)
+            normed = self._decoder.hidden(step, written)
+            logits = self._decoder.head(normed[: len(drawing)]) if drawing else normed
+        launched = self._draw(drawing, logits, slots)
+        if normed is not None and (scorings := [row.scoring for row in rows if row.scoring is not None]):
+            score(normed[len(drawing) :], self._decoder.head, scorings)
+        return launched
+
+    def _draw(self, drawing: list[Row], logits: Tensor, slots: Tensor) -> Launched:
+        """`logits`: [len(drawing), vocab]; `slots`: int32, of each draw."""
+        draws = [
+            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules)
+            for row in drawing
+            for index in range(row.samples)
+        ]
+        if not draws:
+            return Silent(self._stream.record_event() if self._stream is not None else None)
+        if len(draws) > len(drawing):  # all samples of a prompt begin with the same logits
+            counts = torch.tensor([row.samples for row in drawing], device=self._device)
+            logits = logits.repeat_interleave(counts, dim=0)
+        tokens, drawn = self._draws.draw(logits, draws)
+        keep_tokens(self._state.last_tokens, slots, tokens)
+        return Computed(drawn) if isinstance(drawn, list) else drawn
+
+    def _arrange(self, rows: list[Row]) -> _Layout:
+        ordered = sorted(rows, key=lambda row: len(row.token_ids) > 1)
+        updates: list[int] = []
+        slots = [self._state.place(row, updates) for row in ordered]
+        for start in range(0, len(updates), 3 * MAX_UPDATES):
+            part = updates[start : start + 3 * MAX_UPDATES]
+            (sent,) = self._updates.send([part], [len(part)])
+            set_table(self._state.tables, self._state.last_tokens, sent.view(-1, 3))
+        firsts, count = {}, 0
+        for row in ordered:
+            firsts[id(row)] = count
+            count += len(row.token_ids)
+        singles = sum(len(row.token_ids) == 1 for row in ordered)
+        return _Layout(ordered, slots, firsts, singles)
+
+    def _send_decode(self, layout: _Layout, size: int) -> StepTensors:
+        """Rows of one token each, padded to `size`: tensors whose place depends on `size` only."""
+        tokens = [row.token_ids[0] for row in layout.rows]
+        positions = [row.start for row in layout.rows]
+        tiles: list[int] = []
+        if self._invariant:  # attended by the kernel that prompts are attended by: as it would be in a prompt
+            for i, slot in enumerate(layout.slots):
+                tiles += (slot, i, 1, positions[i])
+        sizes = [size, size, size, 4 * size if self._invariant else 0]
+        sent = self._staging.send([tokens, layout.slots, positions, tiles], sizes)
+        return StepTensors(sent[0], sent[1], sent[2], 0 if self._invariant else size, sent[3].view(-1, 4))
+
+    def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor]:
+        """The step, and the slots of its draws."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        spans = []
+        for row, slot in zip(layout.rows, layout.slots, strict=True):
+            count = len(row.token_ids)
+            if count > 1 or self._invariant:
+                spans.append((slot, len(tokens), count, row.start))
+            tokens += row.token_ids
+            slots += [slot] * count
+            positions += range(row.start, row.start + count)
+        tiles = [number for tile in prefill_tiles(spans, self._tile) for number in tile]
+        picked = [layout.firsts[id(row)] + len(row.token_ids) - 1 for row in rows if row.sample]
+        picked += _scored(layout, rows)
+        slot_of = {id(row): slot for row, slot in zip(layout.rows, layout.slots, strict=True)}
+        # Samples of one prompt have no slots of their own yet: slot 0 is nobody's.
+        own = [slot_of[id(row)] if row.samples == 1 else 0 for row in rows if row.sample for _ in range(row.samples)]
+        parts = [tokens, slots, positions, tiles, picked, own]
+        sent = self._staging.send(parts, [len(part) for part in parts])
+        singles = 0 if self._invariant else layout.singles
+        return StepTensors(sent[0], sent[1], sent[2], singles, sent[3].view(-1, 4), sent[4]), sent[5]
+
+    @torch.inference_mode()
+    def capture(self, told: Callable[[int, int], None] | None = None) -> None:
+        """Captures the decode graphs; everything must be compiled already. `told`: as in `DecodeGraphs.capture`."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self.graphs.capture(self._padding_step, told)
+
+    def _padding_step(self, size: int) -> Callable[[], Tensor]:
+        """What launches a step of `size` padding rows."""
+        step = self._send_decode(_Layout([], [], {}, size), size)
+        return lambda: self._decoder.head(self._decoder.hidden(step))
+
+    @torch.inference_mode()
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole pages of all layers: targets[i] gets the content of sources[i]."""
+        with torch.cuda.stream(self._stream):
+            pairs = [number for pair in zip(sources, targets, strict=True) for number in pair]
+            for start in range(0, len(pairs), 2 * MAX_UPDATES):
+                part = pairs[start : start + 2 * MAX_UPDATES]
+                (sent,) = self._updates.send([part], [len(part)])
+                copy_pages(self._pool, sent.view(-1, 2))
+
+    @torch.inference_mode()
+    def trace(self, token_ids: Sequence[int], observe: Callable[[Tensor], None]) -> Tensor:
+        """One prompt alone, for checks: the logits of all its tokens, [tokens, vocab].
+
+        `observe`: as in `CudaDecoder.hidden`. Writes over the first pages of the pool: only where no sequence runs.
+        """
+        pages = list(range(1, 2 + len(token_ids) // self._page_size))
+        row = Row(SequenceKey(0, 0, 0, 0), list(token_ids), 0, pages, SamplingParams(), False)
+        with torch.cuda.stream(self._stream):
+            step = replace(self._send(self._arrange([row]), [row])[0], picked=None)
+            normed = self._decoder.hidden(step, observe=observe)
+            most = self._options.max_batch
+            parts = [self._decoder.head(normed[i : i + most]).clone() for i in range(0, len(token_ids), most)]
+            return torch.cat(parts)
+
+
+def _scored(layout: _Layout, rows: list[Row]) -> list[int]:
+    """Places, in the step's tokens, of those whose successors' log-probabilities are wanted; in the order of `rows`."""
+    return [
+        layout.firsts[id(row)] - row.start + position - 1
+        for row in rows
+        if (scoring := row.scoring) is not None
+        for position in range(scoring.first, scoring.first + len(scoring.targets))
+    ]

@@ -1,0 +1,63 @@
+"""Everything that a step may run is run once before the engine serves: kernels compiled, libraries loaded."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import torch
+
+from ..batch import Row, Scoring
+from ..config import EngineOptions
+from ..logit_rules import LogitRules
+from ..request import SamplingParams, SequenceKey
+from .runner import CudaRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+DRAWS = (
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.05, logprobs=5),
+    SamplingParams(temperature=0.0, logprobs=0),
+    SamplingParams(temperature=1.0, typical_p=0.9, repetition_penalty=1.1, logit_bias=((1, 0.5),), min_tokens=4),
+)
+
+
+def warm_up(runner: CudaRunner, options: EngineOptions, context: int) -> None:
+    """Runs steps of every form; they write to the sink page only. `context`: the model's, in tokens."""
+    for rows in _steps(options, context):
+        runner.launch(rows, None).tokens()
+    pages = [0] * 4
+    runner.copy_pages(pages, pages)
+    if runner.overlaps and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _steps(options: EngineOptions, context: int) -> Iterator[list[Row]]:
+    numbers = count()
+
+    def row(tokens: int, start: int = 0, params: SamplingParams = GREEDY, sample: bool = True) -> Row:
+        pages = [0] * (-(-(start + tokens) // options.page_size))
+        key = SequenceKey(0, next(numbers), 0, 0)  # no gateway has the incarnation 0
+        return Row(key, [0] * tokens, start, pages, params, sample)
+
+    most = min(options.token_budget, context)
+    yield [row(most)]  # the largest first: what the libraries take for it serves the others
+    size = most // 2
+    while size > 1:
+        yield [row(size), row(1, start=min(size, context - 1))]
+        yield [row(size - 1, start=1), row(size // 2 + 1, sample=False)]
+        size //= 2
+    yield [row(1, sample=False)]
+    for singles in (1, 2, 3, options.max_batch):
+        yield [row(1, start=number % context) for number in range(min(singles, options.max_batch))]
+    for params in DRAWS:
+        drawn = row(2, params=params)
+        if LogitRules.needed(params):
+            drawn.rules = LogitRules(params, 1)
+            drawn.rules.update([0, 0])
+        yield [drawn, row(1)]
+        yield [drawn]
+    several = row(3, params=DRAWS[1])
+    several.samples = min(3, options.max_batch)
+    yield [several]
+    scored = row(min(most, 40))
+    scored.scoring = Scoring(1, [0] * (min(most, 40) - 1), 2)
+    yield [scored]
