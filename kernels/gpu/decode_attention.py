@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode_plan import DecodeLaunch, DecodePlan, decode_launch
 
@@ -57,13 +58,17 @@ def _merge(
 def _merge_kernel(
     partial, max_sum, spans, out, out_stride,
     heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr, items_block: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // heads
+    first = tl.load(spans + 2 * row)
     count = tl.load(spans + 2 * row + 1)
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
     if count == 1:  # written by the attention kernel itself
         return
     head = tl.program_id(0) % heads + tl.arange(0, 1)
-    first = tl.load(spans + 2 * row)
     out += row.to(tl.int64) * out_stride
     _merge(partial, max_sum, out, first, count, head, head < heads, heads, head_dim, 1, block_d, items_block)
 
@@ -74,7 +79,7 @@ def _decode_kernel(
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, page_size: tl.constexpr,
     rate: tl.constexpr, cap: tl.constexpr, window: tl.constexpr,
     block_h: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
-    fused: tl.constexpr, merge_h: tl.constexpr, merge_items: tl.constexpr,
+    fused: tl.constexpr, merge_h: tl.constexpr, merge_items: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = kv_heads * group
     blocks: tl.constexpr = (group + block_h - 1) // block_h
@@ -82,35 +87,38 @@ def _decode_kernel(
     unit = tl.program_id(0) % (kv_heads * blocks)
     record = items + tl.program_id(0) // (kv_heads * blocks) * 8
     row = tl.load(record)
-    if row < 0:
-        return
-    table = tables + tl.load(record + 1).to(tl.int64) * table_stride
+    slot = tl.load(record + 1)
     first_page = tl.load(record + 2)
     pages = tl.load(record + 3)
     length = tl.load(record + 4)
     first_item = tl.load(record + 5)
     count = tl.load(record + 6)
-
+    if row < 0:
+        return
     kv_head = unit // blocks
     member = unit % blocks * block_h + tl.arange(0, block_h)  # of the KV head's group
     head = kv_head * group + member
     d = tl.arange(0, block_d)
     inside = (d < head_dim)[None, :]
     mine = (member < group)[:, None] & inside
-    query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * head_dim + d[None, :], mask=mine, other=0.0)
-
     begin = first_page * page_size
     end = tl.minimum(begin + pages * page_size, length)
     low = tl.maximum(length - window, 0) if window else 0
     if window and block_n < page_size:
         begin = tl.maximum(begin, low // block_n * block_n)  # a block wholly masked would give inf - inf
-    m = tl.full([block_h], float("-inf"), tl.float32)
-    total = tl.zeros([block_h], tl.float32)
-    acc = tl.zeros([block_h, block_d], tl.float32)
+    table = tables + slot.to(tl.int64) * table_stride
     # A turn's page ids are loaded a turn ahead: where K's address came from a load of its own turn, Triton would keep
     # half as many turns in flight.
     lane = tl.arange(0, block_n) if block_n > page_size else 0
     page = tl.load(table + (begin + lane) // page_size, mask=begin + lane < end, other=0)
+    if pdl:  # the plan and the tables are older than the kernel before this one
+        gdc_wait()
+        gdc_launch_dependents()
+    query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * head_dim + d[None, :], mask=mine, other=0.0)
+
+    m = tl.full([block_h], float("-inf"), tl.float32)
+    total = tl.zeros([block_h], tl.float32)
+    acc = tl.zeros([block_h, block_d], tl.float32)
     for start in range(begin, end, block_n):
         n = start + tl.arange(0, block_n)
         valid = (n >= low) & (n < end)
@@ -190,6 +198,7 @@ def decode_attention(
     cap: float,
     window: int,
     launch: DecodeLaunch | None = None,
+    pdl: bool = False,
 ) -> None:
     """Attention of one token a row over the positions up to its own, or the last `window` of them (0: all), into `out`.
 
@@ -197,6 +206,8 @@ def decode_attention(
     `q`: [rows, heads * head_dim], rows may be strided; `pool`: [pages, 2, kv_heads, page_size, head_dim], contiguous,
     this step's K and V written, of q's dtype; `tables`: int32 [slots, max_pages]; `slots`, `positions`: int32 [rows],
     already seen by `plan_decode` with the same page size and window; `out`: as q. Padding rows (slot 0) become zeros.
+    `pdl`: may start while the kernel before it in the stream still runs, and lets the next one do so (programmatic
+    dependent launch; Hopper and later). That kernel may write `q` and the pool, but not the plan nor the tables.
     Raises ValueError where the shapes do not fit.
     """
     rows, width = q.shape
@@ -238,8 +249,10 @@ def decode_attention(
         fused=launch.fused,
         merge_h=merge_heads,
         merge_items=max(1, min(16, 4096 // (merge_heads * block_d))),
+        pdl=pdl,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        launch_pdl=pdl,
     )
     if launch.fused:
         return
@@ -253,5 +266,7 @@ def decode_attention(
         head_dim=head_dim,
         block_d=block_d,
         items_block=max(1, min(16, 4096 // block_d)),
+        pdl=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )

@@ -29,6 +29,7 @@ class Case:
     fixed: bool = False
     launch: DecodeLaunch | None = None
     max_rows: int = 0
+    pdl: bool = False
 
     def build(self, device: torch.device) -> "Batch":
         """Its tensors."""
@@ -77,6 +78,8 @@ class Batch:
         if out is None:
             out = torch.full_like(self.q, NAN)
         plan_decode(self.plan, self.slots, self.positions, page_size=case.page_size, window=case.window)
+        if case.pdl:
+            self.q.add_(0)  # the kernel before must not be the plan's
         decode_attention(
             self.q,
             self.pool,
@@ -92,6 +95,7 @@ class Batch:
             cap=case.cap,
             window=case.window,
             launch=case.launch,
+            pdl=case.pdl,
         )
         return out
 
@@ -251,9 +255,11 @@ def test_groups_with_windows_and_caps(group: int, window: int, cap: float, devic
 
 
 @pytest.mark.gpu
-def test_fused_merging_is_deterministic(device: torch.device) -> None:
-    launch = decode_launch(128, 2)._replace(fused=True)
-    case = Case([8000, 300, 0, 4000, 70] * 8, 32, 8, 128, 64, dtype=BF16, target_items=264, launch=launch)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_same_bits_every_time(fused: bool, pdl: bool, device: torch.device) -> None:
+    launch = decode_launch(128, 2)._replace(fused=fused)
+    case = Case([8000, 300, 0, 4000, 70] * 8, 32, 8, 128, 64, dtype=BF16, target_items=264, launch=launch, pdl=pdl)
     batch = check(case, device)
     first = batch.run()
     for _ in range(200):
