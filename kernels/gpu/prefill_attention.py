@@ -24,6 +24,7 @@ MAX_ROW = 2**31  # of a pool seen as rows: the bulk copy's coordinates are int32
 @triton.jit
 def _offsets(
     table,
+    page,  # that of the first key
     begin,  # position of the first key, a multiple of block
     end,  # pages from there on are not in the table
     masked: tl.constexpr,
@@ -38,13 +39,13 @@ def _offsets(
     """
     lanes = tl.arange(0, block)
     if block <= page_size:
-        page = tl.load(table + begin // page_size).to(tl.int64)
-        return page * page_stride + (begin % page_size + lanes) * head_dim
+        return page.to(tl.int64) * page_stride + (begin % page_size + lanes) * head_dim
     offsets = (lanes % page_size).to(tl.int64) * head_dim
-    for i in tl.static_range(block // page_size):
+    offsets += tl.where(lanes < page_size, page.to(tl.int64) * page_stride, 0)
+    for i in tl.static_range(1, block // page_size):
         index = begin // page_size + i
-        page = tl.load(table + index, mask=index * page_size < end, other=0) if masked else tl.load(table + index)
-        offsets += tl.where(lanes // page_size == i, page.to(tl.int64) * page_stride, 0)
+        more = tl.load(table + index, mask=index * page_size < end, other=0) if masked else tl.load(table + index)
+        offsets += tl.where(lanes // page_size == i, more.to(tl.int64) * page_stride, 0)
     return offsets
 
 
@@ -78,14 +79,15 @@ def _attend(
     """Folds the keys first .. last - 1 in. Unless masked, every row sees all of them."""
     slab: tl.constexpr = page_size * head_dim
     dims = tl.arange(0, width)
+    page = tl.load(table + first // page_size, mask=first < last, other=0)
     for begin in tl.range(first, last, block, num_stages=stages):
         keys = begin + tl.arange(0, block)
         if bulk and not masked:
-            row = (tl.load(table + begin // page_size) * (2 * kv_heads) + kv_head) * page_size + begin % page_size
+            row = (page * (2 * kv_heads) + kv_head) * page_size + begin % page_size
             k = slabs.load([row, 0])
             v = slabs.load([row + kv_heads * page_size, 0])
         else:
-            offsets = _offsets(table, begin, end, masked, block, page_size, 2 * kv_heads * slab, head_dim)
+            offsets = _offsets(table, page, begin, end, masked, block, page_size, 2 * kv_heads * slab, head_dim)
             elements = pool + offsets[:, None] + dims[None, :]
             if masked:  # what no row sees may be NaN, and 0 * NaN is NaN
                 there = ((keys >= low) & (keys < end))[:, None] & (dims[None, :] < head_dim)
@@ -97,6 +99,8 @@ def _attend(
             else:
                 k = tl.load(elements)
                 v = tl.load(elements + kv_heads * slab)
+        # Known a turn ahead: the copies of the next keys need not wait for it.
+        page = tl.load(table + tl.minimum(begin + block, last - 1) // page_size)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if cap > 0:  # tanh(scores * scale / cap); cap itself is in the sharpness
             scores = 1.0 - 2.0 / (tl.exp2(scores * (factor * 2.0 / cap)) + 1.0)
@@ -142,6 +146,7 @@ def _prefill_kernel(
     window: tl.constexpr,
     bulk: tl.constexpr,
     stages: tl.constexpr,
+    held: tl.constexpr,
 ):
     """Program (head block, tile): row r is query head r % pack of the block at token r // pack of the tile."""
     tile = tiles + tl.program_id(1) * 4
@@ -158,6 +163,8 @@ def _prefill_kernel(
     inner = (first_head + rows % pack)[:, None] * head_dim + dims[None, :]
     at = (first_token + token).to(tl.int64)[:, None]
     queries = tl.load(q + at * q_stride + inner, mask=real, other=0.0)
+    if held:  # a computed operand stays in registers: shared memory then feeds the matrix units K alone
+        queries = queries * 0.5
     positions = start + tl.minimum(token, count - 1)
 
     table = tables + slot.to(tl.int64) * table_stride
@@ -253,10 +260,11 @@ def prefill_attention(
         width=width,
         kv_heads=kv_heads,
         page_size=page_size,
-        factor=scale * LOG2E.value,
+        factor=scale * LOG2E.value * (2.0 if shape.held else 1.0),
         cap=cap,
         window=window,
         bulk=shape.bulk,
         stages=shape.stages,
+        held=shape.held,
         num_warps=shape.warps,
     )

@@ -17,6 +17,7 @@ class PrefillShape:
     stages: int
     pack: int  # query heads of one KV head in a tile; divides their number
     bulk: bool = False  # K and V by Hopper's bulk tensor copies; keys <= page_size
+    held: bool = False  # queries in registers, not in shared memory
 
     @property
     def tokens(self) -> int:

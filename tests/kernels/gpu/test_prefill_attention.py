@@ -178,6 +178,12 @@ def test_bulk_copies(device, keys, window):
     assert torch.equal(case.run(shape), case.run(PrefillShape(64, keys, 4, 3, 2)))
 
 
+@pytest.mark.parametrize("keys", [32, 128])
+def test_queries_in_registers(device, keys):
+    case = Case([(0, 70), (63, 2), (150, 9)], device=device, dtype=torch.float16, page=64)
+    case.check(PrefillShape(64, keys, 4, 2, 2, held=True))
+
+
 def test_bulk_copies_need_pages_of_a_block_at_least(device):
     with pytest.raises(ValueError, match="pages of 16"):
         Case([(0, 3)], device=device, dtype=torch.float16).run(PrefillShape(64, 32, 4, 2, 1, bulk=True))
