@@ -148,11 +148,8 @@ class Run:
 
 def engine_parts(bench: Bench) -> dict[str, float]:
     """Seconds of each part of the engine's start, where it tells."""
-    for owner in (bench.engine, bench.engine.runner):
-        for name in ("startup", "startup_s", "timings"):
-            if isinstance(parts := getattr(owner, name, None), dict):
-                return {str(part): float(seconds) for part, seconds in parts.items()}
-    return {}
+    times = getattr(bench.engine, "times", None)
+    return {} if times is None else times.to_dict()
 
 
 def repeated(measure, most: int) -> list[float]:  # type: ignore[no-untyped-def]
