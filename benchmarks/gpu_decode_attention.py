@@ -1,8 +1,8 @@
 """Paged decode attention on one GPU: launches and splits tried, beside a device copy of the same run.
 
 `python benchmarks/gpu_decode_attention.py [--json FILE]`, under a minute. 32 query and 8 KV heads of 128, bf16, pages
-of 64 tokens scattered over a pool of 5 GB of random numbers. Each figure is that of a layer (kernel and merge) in a CUDA
-graph of many layers with pages of their own, so that the L2 cache holds none of them; results are checked first.
+of 64 tokens scattered over a pool of 5 GB of random numbers. Each figure is that of a layer (kernel and merge) in a
+CUDA graph of many layers with pages of their own, so that the L2 cache holds none of them; results are checked first.
 """
 
 import argparse
