@@ -44,7 +44,7 @@ def _gemv_kernel(
 
 def gemv(
     x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None, block_n: int, block_k: int,
-    num_warps: int, num_stages: int, pdl: bool,
+    num_warps: int, num_stages: int, pdl: bool, compile_only: bool = False,
 ) -> None:  # fmt: skip
     """out = x W^T + bias, fp32 accumulation; `x`: [m, k], `weight`: [n, k] contiguous, `out`: [m, n], `bias`: [n].
 
@@ -52,8 +52,9 @@ def gemv(
     """
     m, k = x.shape
     n = weight.shape[0]
-    _gemv_kernel[(m, triton.cdiv(n, block_n))](
+    _gemv_kernel.run(
         x, weight, weight if bias is None else bias, out, n, k, x.stride(0), out.stride(0),
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=num_stages, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
         PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+        grid=(m, triton.cdiv(n, block_n)), warmup=compile_only,
     )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Stream-K kernels of `gemm`: a weight's tiles laid end to end along k, dealt to programs in equal, contiguous shares.
+
+Two ways through the same shares: one pipelined loop over all of it (`flat_kernel`), so that the weight goes on arriving
+while a tile is finished; or one a tile (`tiles_kernel`), which spares registers and shared memory.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _share_begin(lane, base, rest):
+    """First block of a lane's share: the first `rest` lanes have base + 1 blocks, the others base."""
+    return lane * base + tl.minimum(lane, rest)
+
+
+@triton.jit
+def _share_of(block, base, rest):
+    """The lane whose share holds a block."""
+    long = rest * (base + 1)
+    return tl.where(block < long, block // (base + 1), rest + (block - long) // base)
+
+
+@triton.jit
+def _prefetch_l2(pointers):
+    """Asks L2 for the lines of the pointers, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _barrier(INTERPRETED: tl.constexpr):
+    """`tl.debug_barrier`, which would keep Triton from pipelining the loop around it."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _start(weight, n, k, begin, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr):
+    """Waits for the kernel in front; the weight, which does not depend on it, is asked for before."""
+    if PREFETCH > 0:
+        first_row = (begin // depth) * BLOCK_N
+        row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first_row)
+        at = weight + first_row.to(tl.int64) * k + row[:, None] * k
+        for ahead in tl.static_range(PREFETCH):
+            element = (begin % depth + ahead) * BLOCK_K + tl.arange(
+                0, (BLOCK_K + 63) // 64
+            ) * 64  # a line of 128 bytes each
+            _prefetch_l2(at + tl.minimum(element, k - 1)[None, :])
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def _load(
+    x, weight, m, n, k, x_stride, x_row, tile_row, block,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A block of the weight [BLOCK_N, BLOCK_K] and of x^T [BLOCK_K, BLOCK_M]; zeros past their ends."""
+    if TMA:
+        w = weight.load([tile_row, block * BLOCK_K])
+        rows = tl.trans(x.load([x_row, block * BLOCK_K]))
+    else:
+        row = tl.arange(0, BLOCK_N)
+        column = tl.arange(0, BLOCK_M)
+        element = tl.arange(0, BLOCK_K)
+        w_at = weight + (tile_row.to(tl.int64) * k + block * BLOCK_K) + row[:, None] * k + element[None, :]
+        x_at = x + (x_row.to(tl.int64) * x_stride + block * BLOCK_K) + column[None, :] * x_stride + element[:, None]
+        within = (tile_row + row < n)[:, None]
+        inside = (x_row + column < m)[None, :]
+        if not EVEN_K:
+            left = k - block * BLOCK_K
+            within = within & (element < left)[None, :]
+            inside = inside & (element < left)[:, None]
+        w = tl.load(w_at, mask=within, other=0.0, eviction_policy="evict_first")
+        rows = tl.load(x_at, mask=inside, other=0.0)
+    return w, rows
+
+
+@triton.jit
+def _finish(
+    acc, bias, out, partials, counters, m, n, out_stride, x_tile, tile, begin, end, lane, lanes, base, rest, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's sum; where other lanes hold parts of it, adds the parts if this lane is the last to arrive."""
+    row = tl.arange(0, BLOCK_N)
+    column = x_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (column < m)[None, :]
+    start = tile * depth
+    complete = (begin <= start) & (start + depth <= end)
+    if not complete:
+        cell = partials + x_tile.to(tl.int64) * lanes * (2 * BLOCK_M * BLOCK_N)
+        cell = cell + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + row[:, None]
+        own = lane * 2 + (begin < start).to(tl.int32)  # a lane shares at most its first and its last tile
+        tl.store(cell + own.to(tl.int64) * (BLOCK_M * BLOCK_N), acc, mask=inside)
+        first_lane = _share_of(start, base, rest)
+        last_lane = _share_of(start + depth - 1, base, rest)
+        counter = counters + x_tile * tl.cdiv(n, BLOCK_N) + tile
+        _barrier(INTERPRETED)  # the count is one thread's, and releases what all of them stored
+        complete = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_lane - first_lane
+        if complete:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for giver in range(first_lane, last_lane + 1):
+                slot = giver * 2 + (_share_begin(giver, base, rest) < start).to(tl.int32)
+                at = cell + slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
+                acc += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(counter, 0)
+    if complete:
+        out_row = tile * BLOCK_N + row
+        if HAS_BIAS:
+            acc += tl.load(bias + out_row, mask=out_row < n, other=0.0).to(tl.float32)[:, None]
+        out_at = out + column[None, :].to(tl.int64) * out_stride + out_row[:, None]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside & (out_row < n)[:, None])
+
+
+@triton.jit(do_not_specialize=["m", "lanes"])
+def tiles_kernel(
+    x, weight, weight_pointer, bias, out, partials, counters, m, n, k, x_stride, out_stride, lanes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of x, lanes). x [m, k], weight [n, k]: pointers, or with TMA descriptors of blocks of them."""
+    x_tile = tl.program_id(0)
+    lane = tl.program_id(1)
+    depth = tl.cdiv(k, BLOCK_K)
+    blocks = tl.cdiv(n, BLOCK_N) * depth
+    base = blocks // lanes
+    rest = blocks - base * lanes
+    begin = _share_begin(lane, base, rest)
+    end = _share_begin(lane + 1, base, rest)
+    if PDL:
+        _start(weight_pointer, n, k, begin, depth, BLOCK_N, BLOCK_K, PREFETCH)
+    done = begin
+    while done < end:
+        tile = done // depth
+        stop = tl.minimum(end, (tile + 1) * depth)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(done - tile * depth, stop - tile * depth):
+            w, rows = _load(
+                x, weight, m, n, k, x_stride, x_tile * BLOCK_M, tile * BLOCK_N, block,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, TMA,
+            )  # fmt: skip
+            acc = tl.dot(w, rows, acc, input_precision=PRECISION)
+        _finish(
+            acc, bias, out, partials, counters, m, n, out_stride, x_tile, tile, begin, end, lane, lanes, base, rest,
+            depth, BLOCK_M, BLOCK_N, HAS_BIAS, INTERPRETED,
+        )  # fmt: skip
+        done = stop
+
+
+@triton.jit(do_not_specialize=["m", "lanes"])
+def flat_kernel(
+    x, weight, weight_pointer, bias, out, partials, counters, m, n, k, x_stride, out_stride, lanes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """As `tiles_kernel`."""
+    x_tile = tl.program_id(0)
+    lane = tl.program_id(1)
+    depth = tl.cdiv(k, BLOCK_K)
+    blocks = tl.cdiv(n, BLOCK_N) * depth
+    base = blocks // lanes
+    rest = blocks - base * lanes
+    begin = _share_begin(lane, base, rest)
+    end = _share_begin(lane + 1, base, rest)
+    if PDL:
+        _start(weight_pointer, n, k, begin, depth, BLOCK_N, BLOCK_K, PREFETCH)
+    tile = begin // depth
+    block = begin - tile * depth
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for done in range(begin, end):
+        w, rows = _load(
+            x, weight, m, n, k, x_stride, x_tile * BLOCK_M, tile * BLOCK_N, block,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, TMA,
+        )  # fmt: skip
+        acc = tl.dot(w, rows, acc, input_precision=PRECISION)
+        if (block == depth - 1) | (done == end - 1):
+            _finish(
+                acc, bias, out, partials, counters, m, n, out_stride, x_tile, tile, begin, end, lane, lanes, base, rest,
+                depth, BLOCK_M, BLOCK_N, HAS_BIAS, INTERPRETED,
+            )  # fmt: skip
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        wrap = block == depth - 1
+        block = tl.where(wrap, 0, block + 1)
+        tile = tl.where(wrap, tile + 1, tile)
