@@ -15,3 +15,6 @@ class Load:
     waiting_tokens: int  # prompt tokens still to be computed here, waiting and running sequences'
     steps: int  # since the start
     prefilled_tokens: int = 0  # of prompts, and of output computed anew; since the start
+    covered_positions: int = 0  # by block tables; a page that two sequences share counts twice
+    unused_positions: int = 0  # of these, without a token
+    mean_length: float = 0.0  # tokens of a sequence, over time; 0: none was seen

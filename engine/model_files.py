@@ -12,6 +12,8 @@ from .safetensors_file import StoredTensor, read_header
 Part = Literal["config", "tokenizer", "weights"]
 """What a model directory is needed for."""
 PARTS: tuple[Part, ...] = ("config", "tokenizer", "weights")
+SIZES_ONLY: tuple[Part, ...] = ("config",)
+TEXT_ONLY: tuple[Part, ...] = ("config", "tokenizer")  # a gateway's
 
 _SAMPLE = 1 << 16  # bytes hashed at the start, the middle and the end of a tensor
 _MAX_JSON = 256 << 20  # bytes

@@ -11,7 +11,7 @@ from . import hub
 from .embedded import EMBEDDED, ensure_embedded
 from .gguf_convert import Progress
 from .model_config import ModelConfig
-from .model_files import PARTS, Part, check_layout, fingerprint, read_json, weight_files
+from .model_files import PARTS, SIZES_ONLY, Part, check_layout, fingerprint, read_json, weight_files
 
 __all__ = ["EMBEDDED", "CachedModel", "Progress", "cached", "fingerprint", "read_config", "resolve", "served_name"]
 __all__ += ["weight_files"]
@@ -66,8 +66,7 @@ def read_config(name: str, *, cache_dir: Path | None = None, progress: Progress 
     path = Path(os.path.expanduser(name))
     if path.suffix == ".json" and os.path.isfile(path):
         return ModelConfig.from_dicts(read_json(path), {})
-    parts: tuple[Part, ...] = ("config",)
-    return ModelConfig.from_dir(resolve(name, cache_dir=cache_dir, progress=progress, parts=parts))
+    return ModelConfig.from_dir(resolve(name, cache_dir=cache_dir, progress=progress, parts=SIZES_ONLY))
 
 
 def served_name(name: str) -> str:

@@ -1,42 +1,19 @@
 """`twostroke models pull|list` and `twostroke convert`."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..bars import progress_bars
 from ..configure import load
 from ..settings import Settings
 
 models_dir_option = click.option(
     "--models-dir", metavar="PATH", help="Folder of the models  [default: $TWOSTROKE_MODELS_DIR]"
 )
-
-
-@contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars on stderr, one a stage; the function is told (stage, done, total), total 0 while unknown."""
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=Console(stderr=True))
-    tasks: dict[str, TaskID] = {}
-
-    def report(stage: str, done: int, total: int) -> None:
-        if not tasks:  # nothing is drawn where nothing is done
-            bars.start()
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=None)
-        bars.update(tasks[stage], completed=done, total=total or None)
-
-    try:
-        yield report
-    finally:
-        if tasks:
-            bars.stop()
 
 
 def _models_dir(given: str | None) -> Path | None:

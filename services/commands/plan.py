@@ -8,6 +8,7 @@ import click
 
 from ...engine.config import EngineOptions
 from ...errors import ConfigError
+from ..bars import progress_bars
 from ..configure import load
 from ..options import given_flags, settings_options
 from ..settings import WorkerSettings, parse_bytes
@@ -52,7 +53,6 @@ def plan(
     """
     from ...engine.memory_plan import plan_memory
     from ...engine.models import read_config
-    from .models import progress_bars
 
     flags = {**given_flags(options), "role": "both"} | ({"model": model} if model is not None else {})
     if device_memory is not None:

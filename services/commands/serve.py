@@ -16,6 +16,7 @@ from ..settings import GatewaySettings, WorkerSettings, split_address
 from ..supervisor.parent import die_with
 
 parent_option = click.option("--parent", type=int, hidden=True, help="Supervisor's process id; die with it.")
+bars_option = click.option("--bars", is_flag=True, hidden=True, help="Nobody else writes to this terminal.")
 
 WORKER_HELP = """
 {what}
@@ -61,7 +62,7 @@ def gateway(config: Path | None, parent: int | None, **options: Any) -> None:
     uvloop.run(serve(settings))
 
 
-def _worker(role: str, config: Path | None, parent: int | None, options: dict[str, Any]) -> None:
+def _worker(role: str, config: Path | None, parent: int | None, bars: bool, options: dict[str, Any]) -> None:
     if parent is not None:
         die_with(parent)
     settings = load(WorkerSettings, {**given_flags(options), "role": role}, config)
@@ -75,7 +76,7 @@ def _worker(role: str, config: Path | None, parent: int | None, options: dict[st
     from ..worker.role_change import EXIT_CODES
     from ..worker.worker import serve
 
-    next_role = uvloop.run(serve(settings))
+    next_role = uvloop.run(serve(settings, bars=bars))
     if next_role is not None:
         sys.exit(EXIT_CODES[next_role])
 
@@ -90,7 +91,8 @@ def _launch(settings: WorkerSettings) -> int:
         settings = settings.model_copy(update={"listen": f"{host}:{free_ports(1)[0]}"})
     warn_of_unknown_variables()
     environment = {key: value for key, value in os.environ.items() if key.upper() not in setting_variables()}
-    return Launcher(settings.role, flags_of(settings), environment).run()
+    bars = ["--bars"] if sys.stderr.isatty() else []
+    return Launcher(settings.role, [*flags_of(settings), *bars], environment).run()
 
 
 def _start_log(settings: GatewaySettings | WorkerSettings) -> None:
@@ -103,25 +105,28 @@ def _start_log(settings: GatewaySettings | WorkerSettings) -> None:
 )
 @settings_options(WorkerSettings)
 @parent_option
-def prefill(config: Path | None, parent: int | None, **options: Any) -> None:
+@bars_option
+def prefill(config: Path | None, parent: int | None, bars: bool, **options: Any) -> None:
     """A prefill worker."""
-    _worker("prefill", config, parent, options)
+    _worker("prefill", config, parent, bars, options)
 
 
 @click.command(help=WORKER_HELP.format(role="decode", port=6002, what="Decode, on KV that prefill workers push."))
 @settings_options(WorkerSettings)
 @parent_option
-def decode(config: Path | None, parent: int | None, **options: Any) -> None:
+@bars_option
+def decode(config: Path | None, parent: int | None, bars: bool, **options: Any) -> None:
     """A decode worker."""
-    _worker("decode", config, parent, options)
+    _worker("decode", config, parent, bars, options)
 
 
 @click.command(help=WORKER_HELP.format(role="both", port=6001, what="Prefill and decode in one process."))
 @settings_options(WorkerSettings)
 @parent_option
-def both(config: Path | None, parent: int | None, **options: Any) -> None:
+@bars_option
+def both(config: Path | None, parent: int | None, bars: bool, **options: Any) -> None:
     """A worker of both roles."""
-    _worker("both", config, parent, options)
+    _worker("both", config, parent, bars, options)
 
 
 @click.command(short_help="Ask a process whether it serves.")

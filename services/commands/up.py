@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import logs
+from ..bars import progress_bars
 from ..configure import load_up, warn_of_unknown_variables
 from ..options import given_flags, settings_options
 from ..settings import GatewaySettings, UpSettings, WorkerSettings
-from .models import progress_bars
 
 
 class JsonReport:
@@ -95,11 +95,13 @@ def up(context: click.Context, /, config: Path | None, as_json: bool, **options:
 
     import asyncio
 
+    from ...engine.model_files import PARTS, TEXT_ONLY
     from ...engine.models import resolve
     from ..supervisor.up import plan, run
 
     stack = plan(settings, gateway, worker)  # its errors before the download
     with progress_bars() as progress:  # here, once, and not in every process at the same time
-        resolve(gateway.model, cache_dir=gateway.models_dir, progress=progress)
+        parts = TEXT_ONLY if worker.load_format == "dummy" else PARTS
+        resolve(gateway.model, cache_dir=gateway.models_dir, progress=progress, parts=parts)
     report = JsonReport() if as_json else ConsoleReport(Console())
     context.exit(asyncio.run(run(stack, report)))

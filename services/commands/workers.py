@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import click
@@ -141,6 +141,7 @@ def role(worker: str, role: str, address: str, force: bool, wait: bool, timeout_
 def plain(worker: pb.WorkerInfo) -> dict[str, Any]:
     """For JSON: every field, enumerations in words."""
     values = {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
+    values |= {name: dict(value) for name, value in values.items() if isinstance(value, MutableMapping)}
     values["role"] = _word(pb.WorkerRole.Name(worker.role))
     values["state"] = _word(pb.WorkerState.Name(worker.state))
     values["incarnation"] = f"{worker.incarnation:016x}"

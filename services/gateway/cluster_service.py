@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from ...engine.page_waste import suited_page_size
 from ...errors import InvalidRequest, WorkerNotFound, WrongState
 from ...v1 import cluster_pb2 as pb
 from ...v1 import cluster_pb2_grpc
@@ -99,4 +100,10 @@ def info(client: WorkerClient) -> pb.WorkerInfo:
         prefilled_tokens=status.prefilled_tokens,
         pushed_pages=status.pushed_pages,
         tickets=status.tickets,
+        page_size=load.page_size,
+        unused_share=status.unused_positions / status.covered_positions if status.covered_positions else 0.0,
+        mean_length=status.mean_length,
+        suited_page_size=suited_page_size(status.mean_length),
+        start_seconds=session.start_seconds,
+        memory_bytes=session.memory_bytes,
     )

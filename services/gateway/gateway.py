@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...engine.detokenizer import Detokenizer
 from ...engine.model_config import ModelConfig
+from ...engine.model_files import TEXT_ONLY
 from ...engine.models import resolve, served_name
 from ...engine.tokenizer import Tokenizer
 from ...errors import ConfigError, Unavailable
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def load_model(settings: GatewaySettings) -> ServedModel:
     """Finds (perhaps downloads) the model and reads what a gateway needs of it. ConfigError where it cannot be used."""
-    path = resolve(settings.model, cache_dir=settings.models_dir)
+    path = resolve(settings.model, cache_dir=settings.models_dir, parts=TEXT_ONLY)
     config = ModelConfig.from_dir(path)
     tokenizer = Tokenizer.from_dir(path)
     most = config.context_length - 1  # a prompt leaves room for a token, an output for a prompt of one

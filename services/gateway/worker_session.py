@@ -18,6 +18,7 @@ from .router import Role, WorkerLoad
 from .wire_gateway import make_cancel, unpack_step
 
 RETRY_S = 1.0
+MAX_PARTS = 32  # of what a worker tells about its start and its memory
 OUTBOX_BYTES = 64 << 20  # submissions that wait for a worker that does not read
 
 
@@ -33,6 +34,8 @@ class WorkerSession:
         self.name = hello.identity.name
         self.incarnation = hello.identity.incarnation
         self.format = hello.format
+        self.start_seconds = dict(list(hello.start_seconds.items())[:MAX_PARTS])
+        self.memory_bytes = dict(list(hello.memory_bytes.items())[:MAX_PARTS])
         self.peer = pb.Peer(address=hello.address, incarnation=self.incarnation)
         self.load = WorkerLoad(
             name=self.name,

@@ -118,6 +118,9 @@ class Sessions:
             pushed_pages=self._engine.handover.traffic.pages,
             tickets=self._engine.handover.traffic.tickets,
             draining=self.draining,
+            covered_positions=load.covered_positions,
+            unused_positions=load.unused_positions,
+            mean_length=load.mean_length,
         )
 
     # What the driver calls

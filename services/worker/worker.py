@@ -38,9 +38,9 @@ GRACE_S = 1.0  # for calls that are still there at the end
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 
 
-async def serve(settings: WorkerSettings) -> str | None:
+async def serve(settings: WorkerSettings, *, bars: bool = False) -> str | None:
     """Runs a worker until SIGTERM or SIGINT: the first drains it, the second ends it. Returns the role to come back in,
-    where a gateway asked for that.
+    where a gateway asked for that. `bars`: show on stderr how far loading is.
 
     Listens at once, so that whoever asks learns that the model is still being loaded; serves once warmed up. Raises
     ConfigError where the settings, the model or this machine do not do, TwostrokeError when the engine failed: an
@@ -53,7 +53,7 @@ async def serve(settings: WorkerSettings) -> str | None:
     servicer = WorkerServicer()
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     health = await add_health_and_reflection(server, [SERVICE])
-    loaded = WorkerEngine(settings, identity.incarnation)
+    loaded = WorkerEngine(settings, identity.incarnation, bars=bars)
     try:
         address = _listen(server, settings)
         await server.start()
@@ -114,7 +114,9 @@ class Worker:
         self._driver.start()
         try:
             engine = self._loaded.engine
-            await self._driver.call(partial(warm_up, engine.core, engine.plan.page_size))
+            with engine.times.part("warm-up"):
+                await self._driver.call(partial(warm_up, engine.core, engine.plan.page_size))
+            log.info("started in %s", engine.times)
             gc.collect()
             gc.freeze()  # the model and the libraries live as long as the process: no collection need walk them
             await self._serve_until_stopped(stopping)
@@ -164,6 +166,8 @@ class Worker:
             address=self._address,
             pages=engine.plan.pages - 1,
             max_batch=self._settings.engine_options().max_batch,
+            start_seconds=engine.times.to_dict(),
+            memory_bytes=engine.memory.parts,
             max_tokens=min(engine.config.context_length, (engine.plan.pages - 1) * engine.plan.page_size),
         )
 

@@ -5,16 +5,22 @@ import errno
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
 from ...engine.build import Engine, build_engine
+from ...engine.config import EngineOptions
 from ...engine.core import EngineCore
+from ...engine.dummy_weights import dummy_fingerprint
+from ...engine.model_files import SIZES_ONLY
 from ...engine.models import fingerprint, resolve, served_name
 from ...engine.request import Request, SamplingParams, SequenceKey
+from ...engine.start_times import StartTimes
 from ...errors import ConfigError, TwostrokeError, Unavailable
 from ...kvtransfer.shm import SharedPool, file_name, sweep
 from ...v1 import worker_pb2 as pb
+from ..bars import Report, bars_if
 from ..settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -29,8 +35,9 @@ _WARM_UP_SALT = b"warm-up"
 class WorkerEngine:
     """An engine and what it stands on; `load` first. A decode worker's pool is a file that others can map."""
 
-    def __init__(self, settings: WorkerSettings, incarnation: int) -> None:
-        """`incarnation`: of this process; names the pool's file."""
+    def __init__(self, settings: WorkerSettings, incarnation: int, *, bars: bool = False) -> None:
+        """`incarnation`: of this process; names the pool's file. `bars`: show on stderr how far loading is."""
+        self._bars = bars
         self.shared: SharedPool | None = None
         self.form = pb.ModelFormat()
         self._settings = settings
@@ -47,27 +54,42 @@ class WorkerEngine:
 
     def load(self) -> None:
         """Finds the model (it may have to be downloaded) and builds the engine. Raises ConfigError with the remedy."""
-        settings, began = self._settings, time.monotonic()
+        settings, options, times = self._settings, self._settings.engine_options(), StartTimes()
         removed = sweep(settings.shm_dir)
         if removed:
             log.info("removed %d KV pools of dead workers from %s", removed, settings.shm_dir)
-        directory = resolve(settings.model, cache_dir=settings.models_dir)
-        print_ = fingerprint(directory)
-        self._engine = build_engine(
-            directory,
-            settings.engine_options(),
-            fingerprint=print_,
-            allocate=self._allocate_shared if settings.role == "decode" else None,
-        )
+        with bars_if(self._bars) as progress:
+            with times.part("model"):
+                directory, print_ = self._find(options, progress)
+            self._engine = build_engine(
+                directory,
+                options,
+                fingerprint=print_,
+                allocate=self._allocate_shared if settings.role == "decode" else None,
+                times=times,
+                progress=progress,
+            )
         self.form = model_format(self._engine, served_name(settings.model), print_)
+        for line in self._engine.memory.lines():
+            log.info("%s", line)
         log.info(
             "%s loaded in %.1f s: %d KV pages of %d tokens, %.0f MiB",
             self.form.model,
-            time.monotonic() - began,
-            self._engine.plan.pages - 1,
+            times.total,
+            self._engine.plan.usable,
             self._engine.plan.page_size,
             self._engine.plan.nbytes / 2**20,
         )
+
+    def _find(self, options: EngineOptions, progress: Report | None) -> tuple[Path, str]:
+        """The model's directory and fingerprint."""
+        name, folder = self._settings.model, self._settings.models_dir
+        if options.load_format == "dummy":
+            log.warning("load_format is dummy: the weights are random, and so is every answer")
+            directory = resolve(name, cache_dir=folder, progress=progress, parts=SIZES_ONLY)
+            return directory, dummy_fingerprint(directory, options)
+        directory = resolve(name, cache_dir=folder, progress=progress)
+        return directory, fingerprint(directory)
 
     def close(self) -> None:
         """Removes the pool's file. May be called again, also while `load` runs elsewhere, which then makes none."""

@@ -81,6 +81,46 @@ class WorkerInfo(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StartSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MemoryBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ADDRESS_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -97,6 +137,12 @@ class WorkerInfo(_message.Message):
     PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
     PUSHED_PAGES_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    UNUSED_SHARE_FIELD_NUMBER: _builtins.int
+    MEAN_LENGTH_FIELD_NUMBER: _builtins.int
+    SUITED_PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """/ host:port at which the gateway reaches it."""
     name: _builtins.str
@@ -129,6 +175,22 @@ class WorkerInfo(_message.Message):
     """/ Pages of KV that it pushed to decode workers since its start, each layer's counted once."""
     tickets: _builtins.int
     """/ Tickets that it opened (decode) or took (prefill) since its start."""
+    page_size: _builtins.int
+    """/ Tokens a page."""
+    unused_share: _builtins.float
+    """/ Share of the positions in its sequences' pages that holds no token: the ends of last pages, and pages set aside."""
+    mean_length: _builtins.float
+    """/ Tokens of its sequences, a mean over time; 0: it has seen none."""
+    suited_page_size: _builtins.int
+    """/ The page size that would suit sequences of that length, an estimate; 0: it has seen none."""
+    @_builtins.property
+    def start_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """/ Seconds that its start took, by part."""
+
+    @_builtins.property
+    def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """/ Bytes of its memory plan, by part."""
+
     def __init__(
         self,
         *,
@@ -148,10 +210,16 @@ class WorkerInfo(_message.Message):
         prefilled_tokens: _builtins.int = ...,
         pushed_pages: _builtins.int = ...,
         tickets: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        unused_share: _builtins.float = ...,
+        mean_length: _builtins.float = ...,
+        suited_page_size: _builtins.int = ...,
+        start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_pages", b"cached_pages", "free_pages", b"free_pages", "incarnation", b"incarnation", "name", b"name", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "reason", b"reason", "requests", b"requests", "role", b"role", "running", b"running", "state", b"state", "tickets", b"tickets", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_pages", b"cached_pages", "free_pages", b"free_pages", "incarnation", b"incarnation", "mean_length", b"mean_length", "memory_bytes", b"memory_bytes", "name", b"name", "page_size", b"page_size", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "reason", b"reason", "requests", b"requests", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "state", b"state", "suited_page_size", b"suited_page_size", "tickets", b"tickets", "unused_share", b"unused_share", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

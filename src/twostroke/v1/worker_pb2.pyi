@@ -245,6 +245,46 @@ class WorkerHello(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StartSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MemoryBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IDENTITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
@@ -253,6 +293,8 @@ class WorkerHello(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """/ What it can do."""
     address: _builtins.str
@@ -273,6 +315,14 @@ class WorkerHello(_message.Message):
     def format(self) -> Global___ModelFormat:
         """/ Its model and KV format."""
 
+    @_builtins.property
+    def start_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """/ Seconds that its start took, by part."""
+
+    @_builtins.property
+    def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """/ Bytes of its memory plan, by part."""
+
     def __init__(
         self,
         *,
@@ -284,10 +334,12 @@ class WorkerHello(_message.Message):
         max_batch: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "pages", b"pages", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "memory_bytes", b"memory_bytes", "pages", b"pages", "role", b"role", "start_seconds", b"start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -880,7 +932,9 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SequenceTimings(_message.Message):
-    """/ What a worker measured of a sequence."""
+    """/ What a worker measured of a sequence. With WORK_DECODE, all but `transfer_us` is what its prefill worker told in
+    / `FirstToken`: it is known whichever worker's token 0 comes first.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -898,7 +952,7 @@ class SequenceTimings(_message.Message):
     transfer_us: _builtins.int
     """/ Microseconds from ticket to acceptance."""
     cached_tokens: _builtins.int
-    """/ Prompt tokens found in this worker's prefix cache."""
+    """/ Prompt tokens found in the prefix cache of the worker that computed the prompt."""
     def __init__(
         self,
         *,
@@ -934,6 +988,9 @@ class Status(_message.Message):
     PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
     PUSHED_PAGES_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
+    COVERED_POSITIONS_FIELD_NUMBER: _builtins.int
+    UNUSED_POSITIONS_FIELD_NUMBER: _builtins.int
+    MEAN_LENGTH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """/ Counts up by one each second."""
     free_pages: _builtins.int
@@ -958,6 +1015,12 @@ class Status(_message.Message):
     """/ Pages that it pushed to decode workers since its start, all layers of a page counted as one."""
     tickets: _builtins.int
     """/ Tickets that it gave (decode) or served (prefill) since its start."""
+    covered_positions: _builtins.int
+    """/ Positions that the block tables of its sequences cover; a page that two of them share counts twice."""
+    unused_positions: _builtins.int
+    """/ Of those, positions without a token: the ends of last pages, and pages set aside."""
+    mean_length: _builtins.float
+    """/ Tokens of a sequence, a mean over time; 0: none was seen."""
     def __init__(
         self,
         *,
@@ -973,10 +1036,13 @@ class Status(_message.Message):
         prefilled_tokens: _builtins.int = ...,
         pushed_pages: _builtins.int = ...,
         tickets: _builtins.int = ...,
+        covered_positions: _builtins.int = ...,
+        unused_positions: _builtins.int = ...,
+        mean_length: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_pages", b"free_pages", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -993,6 +1059,7 @@ class Failure(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """/ Request number."""
     sample: _builtins.int
@@ -1003,6 +1070,8 @@ class Failure(_message.Message):
     """/ Why."""
     message: _builtins.str
     """/ For people."""
+    field: _builtins.str
+    """/ FAILURE_CODE_INVALID: the field that is wrong, as in `Submit` or `SamplingParams`; may be empty."""
     def __init__(
         self,
         *,
@@ -1011,10 +1080,11 @@ class Failure(_message.Message):
         attempt: _builtins.int = ...,
         code: Global___FailureCode.ValueType = ...,
         message: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "message", b"message", "request", b"request", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "field", b"field", "message", b"message", "request", b"request", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1511,12 +1581,21 @@ class FirstToken(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     LOGPROB_IDS_FIELD_NUMBER: _builtins.int
     LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """/ Sample."""
     token_id: _builtins.int
     """/ The token."""
     finish: _builtins.int
     """/ FinishReason; 0 goes on."""
+    queue_us: _builtins.int
+    """/ As in `SequenceTimings`."""
+    prefill_us: _builtins.int
+    """/ As in `SequenceTimings`."""
+    cached_tokens: _builtins.int
+    """/ As in `SequenceTimings`."""
     @_builtins.property
     def logprob_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """/ Log-probability entries: the chosen one, then the top ones. Empty unless asked for."""
@@ -1533,10 +1612,13 @@ class FirstToken(_message.Message):
         finish: _builtins.int = ...,
         logprob_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprob_values: _abc.Iterable[_builtins.float] | None = ...,
+        queue_us: _builtins.int = ...,
+        prefill_us: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "sample", b"sample", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish", b"finish", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "sample", b"sample", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
