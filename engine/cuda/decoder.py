@@ -185,7 +185,8 @@ class CudaDecoder:
         count = rows.shape[0]
         picked = self.buffers.picked(count)
         torch.index_select(attended, 0, rows, out=picked)
-        stream = self.buffers.gate_up.view(torch.float32).view(-1)[: count * hidden.shape[1]].view(count, -1)
+        width = hidden.shape[1]
+        stream = self.buffers.gate_up.view(torch.float32).view(-1)[: count * width].view(count, width)
         torch.index_select(hidden, 0, rows, out=stream)
         return picked, self.buffers.hidden[:count].copy_(stream)
 

@@ -76,31 +76,29 @@ def _draw_kernel(
     best = tl.max(highest, axis=0)
     inside = tl.arange(0, BLOCK)
     block = tl.minimum(_first(highest == best, numbers, MAX_BLOCKS), blocks - 1)
-    temperature = 0.0
+    tokens = block * BLOCK + inside
+    values = load_logits(logits, tokens, tokens < vocab)
+    chosen = _first((values == best) & (values > NONE), tokens, vocab)
     if RANDOM:
         temperature = tl.load(temperatures + row)
-    if temperature > 0.0:
-        seed = tl.load(seeds + row)
-        sample = tl.load(samples + row)
-        position = tl.load(positions + row)
-        base = tl.where(best == NONE, 0.0, best)
-        weights = tl.load(sums + row * blocks + numbers, mask=numbers < blocks, other=0.0).to(tl.float64)
-        likely = weights > 0.0
-        race = tl.log(tl.where(likely, weights, 1.0)) + (highest - base).to(tl.float64) / temperature
-        race = tl.where(likely, race + gumbel(seed, sample, position, BLOCK_STREAM, numbers), NONE)
-        block = tl.minimum(_first(likely & (race == tl.max(race, axis=0)), numbers, MAX_BLOCKS), blocks - 1)
-        tokens = block * BLOCK + inside
-        values = load_logits(logits, tokens, tokens < vocab)
-        low = tl.load(edges + 2 * row)
-        high = tl.load(edges + 2 * row + 1)
-        kept = (values > NONE) & (values >= low) & ((values >= high) | (tokens <= tl.load(lasts + row)))
-        race = tl.div_rn(values - base, temperature).to(tl.float64)
-        race = tl.where(kept, race + gumbel(seed, sample, position, TOKEN_STREAM, tokens), NONE)
-        chosen = _first(kept & (race == tl.max(race, axis=0)), tokens, vocab)
-    else:
-        tokens = block * BLOCK + inside
-        values = load_logits(logits, tokens, tokens < vocab)
-        chosen = _first((values == best) & (values > NONE), tokens, vocab)
+        if temperature > 0.0:
+            seed = tl.load(seeds + row)
+            sample = tl.load(samples + row)
+            position = tl.load(positions + row)
+            base = tl.where(best == NONE, 0.0, best)
+            weights = tl.load(sums + row * blocks + numbers, mask=numbers < blocks, other=0.0).to(tl.float64)
+            likely = weights > 0.0
+            race = tl.log(tl.where(likely, weights, 1.0)) + (highest - base).to(tl.float64) / temperature
+            race = tl.where(likely, race + gumbel(seed, sample, position, BLOCK_STREAM, numbers), NONE)
+            block = tl.minimum(_first(likely & (race == tl.max(race, axis=0)), numbers, MAX_BLOCKS), blocks - 1)
+            tokens = block * BLOCK + inside
+            values = load_logits(logits, tokens, tokens < vocab)
+            low = tl.load(edges + 2 * row)
+            high = tl.load(edges + 2 * row + 1)
+            kept = (values > NONE) & (values >= low) & ((values >= high) | (tokens <= tl.load(lasts + row)))
+            race = tl.div_rn(values - base, temperature).to(tl.float64)
+            race = tl.where(kept, race + gumbel(seed, sample, position, TOKEN_STREAM, tokens), NONE)
+            chosen = _first(kept & (race == tl.max(race, axis=0)), tokens, vocab)
     tl.store(out + row, tl.where(chosen < vocab, chosen, -1).to(tl.int64))
 
 
