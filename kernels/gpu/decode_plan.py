@@ -23,7 +23,7 @@ def _cut(length, slot, target, each, fixed: tl.constexpr, page_size: tl.constexp
     return first, pages, tl.maximum(count, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "target"])
+@triton.jit(do_not_specialize=["rows", "target"], do_not_specialize_on_alignment=["slots", "positions"])
 def _plan_kernel(
     slots,
     positions,
