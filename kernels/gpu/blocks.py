@@ -7,6 +7,7 @@ from torch import Tensor
 
 BLOCK = 256  # tokens; that of kernels/sampling.py
 TILE = 16  # blocks of one program
+PART = 64  # tokens that eight threads load at once
 NONE = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -51,22 +52,24 @@ def _summarize_kernel(
     SUMS: tl.constexpr,  # 0: maxima only; 1: sums where temperature > 0; 2: sums at temperature 1
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     row = (tl.program_id(0) // tiles).to(tl.int64)
     numbers = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    tokens = numbers[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # Parts come first, so that a thread holds all parts of a few columns: then eight threads share a block, not a warp.
+    parts = tl.arange(0, BLOCK // PART)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    tokens = numbers[None, :, None] * BLOCK + parts
     values = load_logits(logits + row * stride, tokens, tokens < vocab)
-    highest = tl.max(values, axis=1)
+    highest = tl.max(tl.max(values, axis=0), axis=1)
     at = row * blocks + numbers
     tl.store(maxima + at, highest, mask=numbers < blocks)
-    if SUMS == 1:
-        heat = tl.load(temperature + row)
+    if SUMS > 0:
+        heat = 1.0
+        if SUMS == 1:
+            heat = tl.load(temperature + row)
         if heat > 0.0:
-            powers = tl.exp2((values - finite_base(highest)[:, None]) * steepness(heat))
-            tl.store(sums + at, tl.sum(powers, axis=1), mask=numbers < blocks)
-    if SUMS == 2:
-        powers = tl.exp2((values - finite_base(highest)[:, None]) * LOG2E)
-        tl.store(sums + at, tl.sum(powers, axis=1), mask=numbers < blocks)
+            powers = tl.exp2((values - finite_base(highest)[None, :, None]) * steepness(heat))
+            tl.store(sums + at, tl.sum(tl.sum(powers, axis=0), axis=1), mask=numbers < blocks)
 
 
 def summarize(logits: Tensor, maxima: Tensor, sums: Tensor, temperature: Tensor | None, *, weights: bool) -> None:
@@ -92,5 +95,6 @@ def summarize(logits: Tensor, maxima: Tensor, sums: Tensor, temperature: Tensor 
         SUMS=mode,
         TILE=TILE,
         BLOCK=BLOCK,
+        PART=PART,
         num_warps=4,
     )

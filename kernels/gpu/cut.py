@@ -21,8 +21,8 @@ _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a
 
 @triton.jit
 def ordered(value):
-    """A float32's rank among all floats, int64."""
-    bits = value.to(tl.int32, bitcast=True)
+    """A float32's rank among all floats, int64; that of -0 is that of 0."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
@@ -40,16 +40,15 @@ def _edge(rank, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _lower_bound(values, weights, target):
-    """The highest float such that the `weights` of all `values` from it on make up `target`; -inf if none does.
+def _lower_bound(values, weights, target, high, SHIFT: tl.constexpr):
+    """The highest rank, in steps of 2^SHIFT, from which on the `values` weigh `target`; that of -inf if none does.
 
-    `values`, `weights`: float32 [n]. Returns a rank.
+    `values`, `weights`: float32 [n]; `high`: above them all.
     """
-    low = tl.full((), LOWEST, tl.int64)
-    high = ordered(tl.max(values, axis=0)) + 1
+    low = tl.full((), LOWEST >> SHIFT, tl.int64)
     while high - low > 1:
         middle = (low + high) // 2
-        reached = tl.sum(tl.where(values >= unordered(middle), weights, 0.0).to(tl.float64), axis=0) >= target
+        reached = tl.sum(tl.where(values >= _edge(middle, SHIFT), weights, 0.0), axis=0) >= target
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
     return low
@@ -277,7 +276,7 @@ def _cut_kernel(
         total = ties
         if by_count:
             target = top_k.to(tl.float64)
-            low = _lower_bound(highest, tl.where(highest > NONE, 1.0, 0.0), target) >> SHIFT
+            low = _lower_bound(highest, tl.where(highest > NONE, 1.0, 0.0), target, high, SHIFT)
             count = _activate(active, highest, numbers, _edge(low, SHIFT))
             low, over = _search(
                 logits, active, count, vocab, best, steep, target, low, high, False, SHIFT, TILE, BLOCK, UNROLL
@@ -293,7 +292,7 @@ def _cut_kernel(
             else:
                 shares = tl.load(sums + numbers, mask=numbers < blocks, other=0.0) * weights
                 total = tl.sum(shares.to(tl.float64), axis=0)
-                low = tl.maximum(low, _lower_bound(highest, weights, top_p * total) >> SHIFT)
+                low = tl.maximum(low, _lower_bound(highest, weights, top_p * total, high, SHIFT))
                 # Even if all tokens were as likely as this logit's, they would not make up what is cut off.
                 spare = best + temperature * (tl.log((1.0 - top_p) * total / vocab).to(tl.float32) - 0.01)
                 low = tl.maximum(low, ordered(spare) >> SHIFT)
@@ -358,8 +357,8 @@ def cut(
         blocks,
         SHIFT=_SHIFTS[logits.dtype],
         MAX_BLOCKS=triton.next_power_of_2(blocks),
-        TILE=TILE,
+        TILE=min(TILE, triton.next_power_of_2(blocks)),
         BLOCK=BLOCK,
-        UNROLL=UNROLL,
+        UNROLL=min(UNROLL, triton.cdiv(blocks, TILE)),
         num_warps=32,
     )
