@@ -17,6 +17,7 @@ from .device import await_memory, check_device, device_memory
 from .dummy_weights import dummy_weights
 from .huge_pages import use_huge_pages
 from .memory import KVPlan
+from .memory_meter import MemoryMeter
 from .memory_plan import MemoryPlan, plan_memory
 from .model_config import ModelConfig
 from .prefix_cache import cache_root
@@ -76,14 +77,14 @@ def build_engine(
         memory = plan_memory(config, options, device_memory=device_memory(options.device))
         if options.device_type == "cuda":
             await_memory(options.device, memory.total - memory.context)
-    dtype = TORCH_DTYPES[options.dtype]
-    with times.part("weights"):
+    dtype, meter = TORCH_DTYPES[options.dtype], MemoryMeter(options.device)
+    with times.part("weights"), meter.part("weights"):
         weights = _weights(model_dir, config, options, progress)
         if options.device_type == "cpu" and memory.weights >= WORTH_HUGE_PAGES:
             use_huge_pages()  # before the pool is there, most of which is not touched for long
-    with times.part("pool"):
+    with times.part("pool"), meter.part("kv"):
         pool = _pool(memory.kv, dtype, options.device, allocate)
-    runner = _runner(config, weights, options, pool, memory, times)
+    runner = _runner(config, weights, options, pool, memory, times, meter)
     core = EngineCore(
         runner,
         options,
@@ -94,7 +95,7 @@ def build_engine(
         cache_root=cache_root(fingerprint, memory.kv.dtype, memory.kv.page_size),
         clock=clock,
     )
-    return Engine(core, config, memory.kv, pool, runner, memory, times)
+    return Engine(core, config, memory.kv, pool, runner, meter.beside(memory), times)
 
 
 def _weights(
@@ -116,6 +117,7 @@ def _runner(
     pool: Tensor,
     memory: MemoryPlan,
     times: StartTimes,
+    meter: MemoryMeter,
 ) -> "ModelRunner | CudaRunner":
     if options.device_type != "cuda":
         with times.part("runner"):
@@ -123,11 +125,11 @@ def _runner(
     from .cuda.runner import CudaRunner  # Triton is not installed where a CPU serves
     from .cuda.warm_up import warm_up
 
-    with times.part("runner"):
+    with times.part("runner"), meter.part("workspace"):
         runner = CudaRunner(config, weights, options, pool, memory.graph_sizes)
     with times.part("warm-up"):
         warm_up(runner, options, config.context_length)
-    with times.part("graphs"):
+    with times.part("graphs"), meter.part("graphs"):
         runner.capture()
     return runner
 

@@ -1,6 +1,7 @@
 """Bytes of what an engine holds beside its KV pool, from shapes alone. No torch.
 
-`workspace` is a contract: the GPU's decoder allocates these buffers once, in these shapes, and no others.
+`workspace` is a contract: the GPU's runner allocates these buffers once (`cuda/buffers.py` and its neighbours), and
+while serving nothing that is larger than a few MiB.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from .model_config import ModelConfig
 from .tensor_names import matrices, norms
 
 FLOAT32 = 4
+HEAD_ROWS = 32  # least rows of logits at once: of prompts whose log-probabilities are wanted (`scoring.py`)
+GEMM_PARTIALS = 1056 << 16  # most bytes of partial sums of a matrix product (`kernels/gpu/invariant_gemm.py`)
 MULTIPROCESSORS = 132  # of an H100 or H200; what is sized by them is small
 GRAPH_BYTES = 24 << 20  # a captured batch size: the kernels' arguments and their launch records
 CONTEXT_BYTES = 1 << 30  # CUDA context, cuBLAS workspaces, loaded kernels
@@ -52,11 +55,12 @@ def workspace(config: ModelConfig, options: EngineOptions) -> Mapping[str, int]:
         "attended": (tokens, q, item),
         "projected": (tokens, width, item),
         "gate_up": (tokens, 2 * inner, item),
-        "activated": (tokens, inner, item),
-        "logits": (rows, vocabulary, item),
+        "activated": (tokens, max(inner, q), item),
+        "logits": (max(rows, HEAD_ROWS), vocabulary, item),
         "sampler": (rows, vocabulary, FLOAT32),
         "decode_partials": (decode_items(config, options), config.heads, config.head_dim + 2, FLOAT32),
-        "block_tables": (rows + 1, pages, 4),  # slot 0 is the padding rows'
+        "gemm_partials": (0 if options.device_type == "cpu" else GEMM_PARTIALS,),
+        "block_tables": (2 * rows + 1, pages + 1, 4),  # two slots a sequence, slot 0 is the padding rows'
     }
     return {name: prod(shape) for name, shape in shapes.items()}
 

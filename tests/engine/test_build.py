@@ -104,6 +104,7 @@ def test_it_tells_where_memory_and_time_go(tiny_llama_dir):
     total = told[-1][2]
     assert told[-1] == ("weights", total, total)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert engine.memory.measured == {}  # a CPU's is not measured
     times = StartTimes()
     assert build_engine(tiny_llama_dir, SMALL, fingerprint="f", times=times).times is times
 
