@@ -19,11 +19,22 @@ needs_gpu = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason=
 
 
 def build(path: Path, **options: Any) -> Engine:
-    """An engine on the tests' device; 256 MiB of pages unless said otherwise, and no page as it was made."""
+    """An engine on the tests' device; 256 MiB of pages unless said otherwise."""
     chosen = {"device": DEVICE, "kv_memory": 256 << 20, **options}
-    engine = build_engine(path, EngineOptions(**chosen), fingerprint="f")
-    engine.pool.fill_(float("nan"))  # what was not written must not be seen
+    return poisoned(build_engine(path, EngineOptions(**chosen), fingerprint="f"))
+
+
+def poisoned(engine: Engine) -> Engine:
+    """With NaN in every page: what was not written must not be seen."""
+    engine.pool.fill_(float("nan"))
+    settle()  # the engine has a stream of its own
     return engine
+
+
+def settle() -> None:
+    """Waits for all that was launched."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 @dataclass(slots=True)

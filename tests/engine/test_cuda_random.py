@@ -6,6 +6,7 @@ No NaN, no page lost, no memory more, nothing compiled while serving; a greedy r
 import gc
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.config import EngineOptions
+from twostroke.engine.core import EngineCore
+from twostroke.engine.runner import ModelRunner
 
 from .compile_count import CompileCount
-from .cuda_device import DEVICE, ON_GPU, needs_gpu
+from .cuda_device import DEVICE, ON_GPU, needs_gpu, poisoned
 from .random_load import RandomLoad, replay
 
 SOAK_S = float(os.environ.get("TWOSTROKE_GPU_SOAK_S", "20"))
@@ -27,13 +30,18 @@ WARM = 0.3  # of the time, after which torch's memory must stay as it is
 EVERY = 200  # steps between checks of all records
 
 
-def engine(tiny: ModuleType, path: Path, *, context: int, pages: int, **options: Any) -> Engine:
+def options(*, pages: int, head_dim: int = 64, layers: int = 2, **chosen: Any) -> EngineOptions:
+    """Memory for so many pages of the tiny model, which has two KV heads."""
+    chosen = {"page_size": 16, "reserve": "prompt", **chosen}
+    item = 4 if chosen["dtype"] == "float32" else 2
+    column = layers * 2 * 2 * chosen["page_size"] * head_dim * item
+    return EngineOptions(kv_memory=pages * column, **chosen)
+
+
+def engine(tiny: ModuleType, path: Path, *, context: int, **chosen: Any) -> Engine:
     """A tiny model of a real head size, with a pool that is too small for all that arrives."""
     tiny.make_tiny_llama(path, hidden=256, context=context)
-    chosen = {"page_size": 16, "reserve": "prompt", **options}
-    heads, head_dim, layers = 2, 64, 2
-    column = layers * 2 * heads * chosen["page_size"] * head_dim * (4 if chosen["dtype"] == "float32" else 2)
-    return build_engine(path, EngineOptions(kv_memory=pages * column, **chosen), fingerprint="f")
+    return poisoned(build_engine(path, options(**chosen), fingerprint="f"))
 
 
 def checked(load: RandomLoad, index: int) -> None:
@@ -49,16 +57,15 @@ def ticks(load: RandomLoad, count: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_short_on_the_cpu(tiny: ModuleType, tmp_path: Path, seed: int) -> None:
-    one = engine(tiny, tmp_path, context=512, pages=70, dtype="float32", max_batch=12, token_budget=64)
-    one.pool.fill_(float("nan"))
+    one = engine(tiny, tmp_path, context=512, pages=50, dtype="float32", max_batch=12, token_budget=64)
     load = RandomLoad(one, seed, longest=300, in_flight=16, most_tokens=40)
     for index in range(300):
         checked(load, index)
     load.drain()
     assert min(load.seen[what] for what in ("ended", "cancelled", "preempted", "PREFILL")) > 3, load.seen
-    greedy = [asked for asked in load.greedy() if asked.tokens][:30]
-    replay(one, greedy)
+    replay(one, list(load.single())[:40])
     one.core.check_integrity(idle=True)
+    greedy = [asked for asked in load.greedy() if asked.tokens]
     # A token that is not the quiet run's is noticed, and so is a logit that was no number.
     wrong = greedy[0].tokens[-1]
     greedy[0].tokens[-1] = wrong._replace(token_id=(wrong.token_id + 1) % one.config.vocab_size)
@@ -70,6 +77,33 @@ def test_in_short_on_the_cpu(tiny: ModuleType, tmp_path: Path, seed: int) -> Non
         ticks(load, 50)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_gpus_runner_gets_what_the_cpus_gets(tiny: ModuleType, tmp_path: Path, seed: int) -> None:
+    """Under Triton's interpreter: steps one ahead, the device's state, its sampler; against the quiet CPU engine."""
+    from twostroke.engine.cuda.runner import CudaRunner
+
+    tiny.make_tiny_llama(tmp_path, hidden=64, layers=1, context=256)
+    chosen = options(pages=30, head_dim=16, layers=1, dtype="float32", max_batch=6, token_budget=32)
+    quiet = poisoned(build_engine(tmp_path, chosen, fingerprint="f"))
+    assert isinstance(quiet.runner, ModelRunner)
+    config, pool = quiet.config, torch.full_like(quiet.pool, float("nan"))
+    runner = CudaRunner(config, quiet.runner.weights, chosen, pool)
+    core = EngineCore(
+        runner, chosen, pages=quiet.plan.pages, context_length=config.context_length, vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids, cache_root=b"",
+    )  # fmt: skip
+    load = RandomLoad(
+        replace(quiet, core=core, runner=runner, pool=pool), seed, longest=80, in_flight=8, most_tokens=12
+    )
+    for _ in range(35):
+        load.tick()
+        load.core.check_integrity()
+    load.drain()
+    replay(quiet, list(load.single()))
+
+
 def soak(tiny: ModuleType, path: Path, seconds: float, dtype: str, seed: int) -> None:
     """The same under a clock, with memory and compilations watched from the moment at which the engine is ready."""
     size = 64
@@ -77,7 +111,6 @@ def soak(tiny: ModuleType, path: Path, seconds: float, dtype: str, seed: int) ->
         tiny, path, context=LONGEST + 1024, pages=3 * LONGEST // size, dtype=dtype, device=DEVICE, page_size=size,
         max_batch=64, token_budget=2048,
     )  # fmt: skip
-    one.pool.fill_(float("nan"))
     load = RandomLoad(one, seed, longest=LONGEST if ON_GPU else 600, in_flight=80)
     begin, flat, index = time.monotonic(), 0, 0
     with CompileCount() as compiled:

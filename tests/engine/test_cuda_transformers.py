@@ -13,7 +13,7 @@ from torch import Tensor
 from twostroke.engine.request import SamplingParams
 from twostroke.engine.tokenizer import Tokenizer
 
-from .cuda_device import DEVICE, Served, build, needs_gpu, serve
+from .cuda_device import DEVICE, Served, build, needs_gpu, serve, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), needs_gpu]
 TESTS = Path(__file__).parent.parent
@@ -140,7 +140,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def expected(model: Any, prompt: list[int], output: list[int]) -> Tensor:
-    """Logits of all tokens but the last, float32 [tokens, vocab], on the CPU."""
+    """Logits after each token but the last, float32 [tokens, vocab], on the CPU."""
     logits: Tensor = model(torch.tensor([prompt + output], device=DEVICE)).logits[0, :-1]
     return logits.float().cpu()
 
@@ -158,6 +158,10 @@ def test_greedy_tokens_of_every_architecture(family: tuple[Path, Any], budget: i
         regret = (logits.amax(1) - chosen).max()
         assert regret < 1e-3, (len(prompt), float(regret))
     assert len({tuple(output) for output in outputs}) == len(given)
+    for prompt in given:
+        logits = engine.runner.trace(prompt, lambda stream: None)
+        settle()
+        torch.testing.assert_close(logits.float().cpu(), expected(model, prompt, [0]), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", tiny_models.MODELS, indirect=True)
