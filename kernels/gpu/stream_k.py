@@ -80,39 +80,49 @@ def _load(
 
 
 @triton.jit
+def _store(
+    total, bias, out, m, n, out_stride, x_tile, tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = x_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    at = out + column[None, :].to(tl.int64) * out_stride + row[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(column < m)[None, :] & (row < n)[:, None])
+
+
+@triton.jit
 def _finish(
     acc, bias, out, partials, counters, m, n, out_stride, x_tile, tile, begin, end, lane, lanes, base, rest, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's sum; where other lanes hold parts of it, adds the parts if this lane is the last to arrive."""
-    row = tl.arange(0, BLOCK_N)
-    column = x_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (column < m)[None, :]
+    """Stores a tile's sum; where other lanes hold parts of it, adds the parts if this lane is the last to arrive.
+
+    `acc` is used in both branches and never handed on by one: Triton 3.7 forgets to wait for `wgmma` there.
+    """
     start = tile * depth
-    complete = (begin <= start) & (start + depth <= end)
-    if not complete:
+    if (begin <= start) & (start + depth <= end):
+        _store(acc, bias, out, m, n, out_stride, x_tile, tile, BLOCK_M, BLOCK_N, HAS_BIAS)
+    else:
+        column = tl.arange(0, BLOCK_M)
+        inside = (x_tile * BLOCK_M + column < m)[None, :]
         cell = partials + x_tile.to(tl.int64) * lanes * (2 * BLOCK_M * BLOCK_N)
-        cell = cell + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + row[:, None]
+        cell = cell + column[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         own = lane * 2 + (begin < start).to(tl.int32)  # a lane shares at most its first and its last tile
         tl.store(cell + own.to(tl.int64) * (BLOCK_M * BLOCK_N), acc, mask=inside)
         first_lane = _share_of(start, base, rest)
         last_lane = _share_of(start + depth - 1, base, rest)
         counter = counters + x_tile * tl.cdiv(n, BLOCK_N) + tile
         _barrier(INTERPRETED)  # the count is one thread's, and releases what all of them stored
-        complete = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_lane - first_lane
-        if complete:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_lane - first_lane:
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for giver in range(first_lane, last_lane + 1):
                 slot = giver * 2 + (_share_begin(giver, base, rest) < start).to(tl.int32)
                 at = cell + slot.to(tl.int64) * (BLOCK_M * BLOCK_N)
-                acc += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+                total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(counter, 0)
-    if complete:
-        out_row = tile * BLOCK_N + row
-        if HAS_BIAS:
-            acc += tl.load(bias + out_row, mask=out_row < n, other=0.0).to(tl.float32)[:, None]
-        out_at = out + column[None, :].to(tl.int64) * out_stride + out_row[:, None]
-        tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside & (out_row < n)[:, None])
+            _store(total, bias, out, m, n, out_stride, x_tile, tile, BLOCK_M, BLOCK_N, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["m", "lanes"])
