@@ -73,6 +73,32 @@ async def test_the_list_says_who_is_there_and_why_others_are_not(tiny_llama_dir:
         assert "kv_dtype" in refused[0].reason
 
 
+async def test_the_list_says_where_time_and_memory_go(tiny_llama_dir: Path) -> None:
+    worker = StandIn("both", "b0")
+    plain = worker.hello
+
+    def hello() -> wpb.WorkerHello:
+        message = plain()
+        message.start_seconds.update({"weights": 2.5, "graphs": 7.0})
+        message.memory_bytes.update({"kv": 1 << 40, "weights": 5})
+        return message
+
+    worker.hello = hello  # type: ignore[method-assign]
+    async with cluster(tiny_llama_dir, worker) as it:
+        early = await info(it, "b0")
+        assert (early.unused_share, early.mean_length, early.suited_page_size) == (0, 0, 0)
+        worker.status(covered_positions=200, unused_positions=50, mean_length=3000.0, sequence=1 << 40)
+        await until(lambda: it.gateway.fleet.session(worker.identity.incarnation).status.sequence == 1 << 40)
+        worker.frozen = True  # its beats tell less
+        code, output = await command(it, "list", "--json")
+        assert code == 0
+        told = json.loads(output)[0]
+        assert (told["unused_share"], told["mean_length"], told["suited_page_size"]) == (0.25, 3000, 64)
+        assert told["page_size"] == 16
+        assert told["start_seconds"] == {"weights": 2.5, "graphs": 7.0}
+        assert told["memory_bytes"] == {"kv": 1 << 40, "weights": 5}
+
+
 async def test_drain_and_undrain(tiny_llama_dir: Path) -> None:
     workers = [StandIn("both", "b0"), StandIn("both", "b1")]
     async with cluster(tiny_llama_dir, *workers) as it, ClusterClient(it.address) as admin:

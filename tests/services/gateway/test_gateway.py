@@ -191,3 +191,13 @@ async def test_a_killed_gateway_leaves_nothing_at_the_worker(tiny_llama_dir: Pat
         os.kill(it.pid, signal.SIGKILL)
         await until(lambda: not worker.live)
     await worker.stop()
+
+
+def test_a_gateway_needs_a_tokenizer_and_no_weights(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    for file in tiny_llama_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert load_model(GatewaySettings(model=str(tmp_path))).context_length == 2048
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json: a gateway needs one"):
+        load_model(GatewaySettings(model=str(tmp_path)))

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -192,6 +193,30 @@ def test_only_a_decode_workers_pool_is_a_file(role: str, model: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_it_tells_where_memory_and_time_go(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = WorkerEngine(settings_of("both", model), 0xABC)
+    with caplog.at_level(logging.INFO, "twostroke"):
+        loaded.load()
+    for words in ("memory of cpu, GiB", "KV pool, float32", "sequences that fit", "KV pages of 16 tokens"):
+        assert words in caplog.text
+    assert list(loaded.engine.times.to_dict())[:3] == ["model", "configuration", "weights"]
+
+
+def test_random_weights_have_a_fingerprint_of_their_own(model: Path, tmp_path: Path) -> None:
+    """And need nothing but config.json."""
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    settings = settings_of("both", tmp_path, load_format="dummy")
+    prints = []
+    for _ in range(2):
+        loaded = WorkerEngine(settings, 0xABC)
+        loaded.load()
+        prints.append(loaded.form.fingerprint)
+    assert prints[0] == prints[1]
+    assert prints[0] != fingerprint(model)
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json, \*\.safetensors"):
+        WorkerEngine(settings_of("both", tmp_path), 0xABC).load()
+
+
 def test_an_engine_that_is_closed_while_it_loads_leaves_no_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +358,9 @@ async def test_a_process_serves_drains_and_exits(model: Path) -> None:
             hello = gateway.worker_hello
             assert (hello.identity.name, hello.identity.pid, hello.role) == ("b0", process.pid, pb.ROLE_BOTH)
             assert (hello.address, hello.max_tokens) == (process.address, 2048)
+            assert hello.max_batch == 64
+            assert {"model", "weights", "warm-up"} <= set(hello.start_seconds)
+            assert hello.memory_bytes["kv"] <= 4 << 20 < 2 * hello.memory_bytes["kv"]
             await gateway.submit(1, prompt, 10)
             await gateway.finished(1)
             assert gateway.tokens[1] == reference(model, prompt, 10)
