@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not soak and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak gpu bench-cpu bench-prefix lint protos docs lock clean
+.PHONY: help demo test test-all soak gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,13 @@ gpu: $(VENV)/.dev ## the tests that need a CUDA device
 
 bench-cpu: $(VENV)/.dev ## against transformers on this machine's cores
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/report.py
+
+bench-gpu: $(VENV)/.dev ## the engine alone on one GPU, and decoding beside long prompts; about three minutes
+	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu_mixed.py
+	$(PIP) install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/plot_mixed.py
 	$(BIN)/python benchmarks/report.py
 
 bench-prefix: $(VENV)/.dev ## warm and cold caches, routing by prefix and at random
