@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,17 +143,14 @@ class CudaRunner:
 
     def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor]:
         """The step, and the slots of its draws."""
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        spans = []
-        for row, slot in zip(layout.rows, layout.slots, strict=True):
-            count = len(row.token_ids)
-            if count > 1 or self._invariant:
-                spans.append((slot, len(tokens), count, row.start))
-            tokens += row.token_ids
-            slots += [slot] * count
-            positions += range(row.start, row.start + count)
+        counts = np.array([len(row.token_ids) for row in layout.rows])
+        firsts = np.cumsum(counts) - counts
+        starts = np.array([row.start for row in layout.rows])
+        tokens = np.fromiter(chain.from_iterable(row.token_ids for row in layout.rows), np.int32, counts.sum())
+        slots = np.repeat(np.array(layout.slots, np.int32), counts)
+        positions = (np.arange(len(tokens)) + np.repeat(starts - firsts, counts)).astype(np.int32)
+        described = zip(layout.slots, firsts.tolist(), counts.tolist(), starts.tolist(), strict=True)
+        spans = [span for span in described if span[2] > 1 or self._invariant]
         tiles = [number for tile in prefill_tiles(spans, self._tile) for number in tile]
         picked = [layout.firsts[id(row)] + len(row.token_ids) - 1 for row in rows if row.sample]
         picked += _scored(layout, rows)
