@@ -79,8 +79,8 @@ def _torch() -> Iterator[Finding]:
         return
     yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield Finding("gpu", "ok", ", ".join(names))
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        yield Finding("gpu", "ok", ", ".join(f"{device.name} ({_gib(device.total_memory)})" for device in devices))
     else:
         reason = "torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Finding("gpu", "ok", f"none ({reason}); workers run on the CPU")

@@ -111,3 +111,8 @@ def test_no_torch_is_imported(config: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_the_operations_page_shows_it(config: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert run(str(config), "--device-memory", "141GiB").output in page
