@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256  # tokens; that of kernels/sampling.py
-TILE = 16  # blocks of one program
+TILE, WARPS = 16, 4  # blocks of one program, and its warps
 PART = 64  # tokens that eight threads load at once
 NONE = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -96,5 +96,5 @@ def summarize(logits: Tensor, maxima: Tensor, sums: Tensor, temperature: Tensor 
         TILE=TILE,
         BLOCK=BLOCK,
         PART=PART,
-        num_warps=4,
+        num_warps=WARPS,
     )

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .blocks import BLOCK, NONE, finite_base, load_logits, steepness
 
-TILE = 32  # blocks that a program reads at once
-UNROLL = 4
+TILE, UNROLL, WARPS = 32, 4, 32  # blocks that a program reads at once, and how often before it waits
 LOWEST = tl.constexpr(-2139095041)  # the rank of -inf
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 that the type does not have
 
@@ -360,5 +359,5 @@ def cut(
         TILE=min(TILE, triton.next_power_of_2(blocks)),
         BLOCK=BLOCK,
         UNROLL=min(UNROLL, triton.cdiv(blocks, TILE)),
-        num_warps=32,
+        num_warps=WARPS,
     )

@@ -11,6 +11,7 @@ from .blocks import BLOCK, NONE, load_logits, summarize
 from .cut import cut
 from .philox import gumbel
 
+WARPS = 4
 TOKEN_STREAM, BLOCK_STREAM = tl.constexpr(0), tl.constexpr(1)  # those of kernels/sampling.py
 
 
@@ -157,5 +158,5 @@ def _draw(logits: Tensor, params: DrawParams | None, out: Tensor, scratch: DrawS
         RANDOM=params is not None,
         MAX_BLOCKS=triton.next_power_of_2(blocks),
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=WARPS,
     )

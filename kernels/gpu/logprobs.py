@@ -8,7 +8,7 @@ from .blocks import BLOCK, NONE, finite_base, load_logits, summarize
 from .draw import DrawScratch
 
 
-@triton.jit(do_not_specialize=["top"])
+@triton.jit(do_not_specialize=["value_stride", "id_stride", "top"])
 def _logprobs_kernel(
     logits,
     tokens,
@@ -17,6 +17,8 @@ def _logprobs_kernel(
     maxima,
     sums,
     stride,
+    value_stride,
+    id_stride,
     vocab,
     blocks,
     top,
@@ -26,8 +28,8 @@ def _logprobs_kernel(
     """The next likeliest token lies in the block with the highest logit that was not taken yet; equals go by id."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    values += row * (top + 1)
-    ids += row * (top + 1)
+    values += row * value_stride
+    ids += row * id_stride
     numbers = tl.arange(0, MAX_BLOCKS)
     highest = tl.load(maxima + row * blocks + numbers, mask=numbers < blocks, other=NONE)
     base = finite_base(tl.max(highest, axis=0))
@@ -57,8 +59,8 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int, values: Tensor, ids: Tens
     """Natural log-probabilities under the logits as they are: of each row's own token, then of its `top` likeliest.
 
     `logits`: bf16, fp16 or fp32 [rows, vocab], contiguous rows; `tokens`: int64 [rows], -1 for none; `values`: float32
-    and `ids`: int64, contiguous [rows, 1 + top], written. Of equals the lower token ids come first. Where there is no
-    token, or none above -inf is left: -1 and -inf. NaN and +inf count as the least finite number.
+    and `ids`: int64 [rows, 1 + top], contiguous rows, written. Of equals the lower token ids come first. Where there is
+    no token, or none above -inf is left: -1 and -inf. NaN and +inf count as the least finite number.
     """
     rows, vocab = logits.shape
     if not rows:
@@ -73,6 +75,8 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int, values: Tensor, ids: Tens
         scratch.maxima,
         scratch.sums,
         logits.stride(0),
+        values.stride(0),
+        ids.stride(0),
         vocab,
         blocks,
         top,

@@ -14,11 +14,14 @@ def found(logits: Tensor, tokens: list[int], top: int, device: torch.device) -> 
     rows, vocab = logits.shape
     wide = torch.full((rows, vocab + 8), NAN, dtype=logits.dtype, device=device)
     wide[:, :vocab] = logits.to(device)
-    values = torch.full((rows, 1 + top), NAN, device=device)
-    ids = torch.full((rows, 1 + top), -9, dtype=torch.int64, device=device)
+    values = torch.full((rows, 4 + top), NAN, device=device)
+    ids = torch.full((rows, 3 + top), -9, dtype=torch.int64, device=device)
     scratch = DrawScratch(rows, vocab, device)
-    logprobs(wide[:, :vocab], torch.tensor(tokens, device=device), top, values, ids, scratch)
-    return values.cpu(), ids.cpu()
+    drawn = torch.tensor(tokens, device=device)
+    logprobs(wide[:, :vocab], drawn, top, values[:, : 1 + top], ids[:, : 1 + top], scratch)
+    assert values[:, 1 + top :].isnan().all()
+    assert (ids[:, 1 + top :] == -9).all()
+    return values[:, : 1 + top].cpu(), ids[:, : 1 + top].cpu()
 
 
 @pytest.mark.parametrize(("vocab", "top"), [(1, 0), (1, 3), (5, 4), (257, 5), (1000, 20), (4500, 3)])
