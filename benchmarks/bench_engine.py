@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import itertools
 import shutil
 import tempfile
@@ -66,7 +67,13 @@ def built(
         }
         start = time.perf_counter()
         engine = build_engine(path, EngineOptions(**chosen), fingerprint="benchmark")
-        yield Bench(engine, time.perf_counter() - start)
+        built_s = time.perf_counter() - start
+        gc.collect()
+        gc.freeze()  # as a worker does
+        try:
+            yield Bench(engine, built_s)
+        finally:
+            gc.unfreeze()
 
 
 def _number(text: str) -> Any:
@@ -125,9 +132,12 @@ class Bench:
         self.streams[key] = Stream(time.perf_counter())
         return key
 
-    def step(self) -> StepResult:
+    def step(self) -> None:
         """One step, its tokens' times noted."""
-        result = self.core.step()
+        self.note(self.core.step())
+
+    def note(self, result: StepResult) -> None:
+        """A step's tokens came just now."""
         now = time.perf_counter()
         for _, error in result.failures:
             raise error
@@ -135,7 +145,6 @@ class Bench:
             stream = self.streams[output.key]
             stream.times += [now] * len(output.tokens)
             stream.done = output.finish is not None
-        return result
 
     def finish(self) -> None:
         """Until nothing is left; nothing may be."""

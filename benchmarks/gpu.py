@@ -121,7 +121,8 @@ class Run:
         with host:
             for _ in range(WATCHED):
                 with host.step():
-                    bench.step()
+                    result = bench.core.step()
+                bench.note(result)
         steps = watched(bench) if torch.cuda.is_available() else []
         bench.cancel(keys)
         table = self.table(f"decode steps at {batch} x {context}", "what", "median", "p99", "goal")

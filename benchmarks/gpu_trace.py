@@ -38,7 +38,7 @@ def step_work(trace: Mapping[str, Any]) -> list[StepWork]:
     A kernel belongs to the call during which it was launched; those of a CUDA graph carry the correlation of the
     graph's launch. One whose launch is not in the trace goes with the kernel before it.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "cat" in event]
     marks = sorted(event["ts"] for event in events if event["name"] == MARK and event["cat"] == "user_annotation")
     launched = {event["args"].get("correlation"): event["ts"] for event in events if event["cat"] in LAUNCHES}
     kernels = sorted((event for event in events if event["cat"] == "kernel"), key=lambda event: event["ts"])
