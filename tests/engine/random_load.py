@@ -188,8 +188,8 @@ class RandomLoad:
         return (each for each in self.asked.values() if each.request.samples == 1 and each.request.work is Work.ALL)
 
     def greedy(self) -> Iterator[Asked]:
-        """Those whose tokens depend on the prompt only; cancelled ones with what they got."""
-        for asked in self.asked.values():
+        """Of these, the ones whose tokens depend on the prompt only; cancelled ones with what they got."""
+        for asked in self.single():
             params = asked.request.params
             if params == SamplingParams(temperature=0.0, max_tokens=params.max_tokens, seed=params.seed,
                                         ignore_eos=True, logprobs=2):  # fmt: skip
