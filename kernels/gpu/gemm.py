@@ -118,7 +118,8 @@ def gemm(
     if config.block_m == 1:
         gemv(
             x, weight, out, bias=bias, block_n=config.block_n, block_k=config.block_k, num_warps=config.num_warps,
-            num_stages=config.num_stages, pdl=config.pdl, compile_only=compile_only,
+            num_stages=config.num_stages, pdl=config.pdl, prefetch=config.prefetch,
+            compile_only=compile_only,
         )  # fmt: skip
         return
     if config.tma and not (aligned(x) and aligned(weight)):

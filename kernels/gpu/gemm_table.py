@@ -7,7 +7,7 @@ and type alone.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,29 +27,30 @@ class Entry:
     n: int
     k: int
     bits: int  # of an element: bf16 and fp16 are alike
-    m: tuple[int, int]  # first and last number of rows
+    m: int  # rows it was tuned with; serves fewer, too, down to the next entry
     config: Config | None  # None: cuBLAS
-    us: float = 0.0  # of the choice, measured with as many rows as the range ends at
+    us: float = 0.0  # of the choice
     cublas_us: float = 0.0
 
 
 class GemmTable:
-    """Chooses a `Config`, or None for cuBLAS. Without entries always None."""
+    """Chooses a `Config`, or None for cuBLAS. Without entries, and with more rows than were tuned, always None."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        """Later entries of the same shape and rows win."""
-        self._shapes: dict[tuple[int, int, int], list[Entry]] = {}  # by (n, k, bits)
-        for entry in entries:
-            self._shapes.setdefault((entry.n, entry.k, entry.bits), []).append(entry)
+    def __init__(self, entries: Iterable[Entry] = (), *, pdl: bool = False, prefetch: int = 0) -> None:
+        """`pdl`, `prefetch`: as of `Config`, for all choices; they change no result."""
+        self._pdl, self._prefetch = pdl, prefetch
+        self._shapes: dict[tuple[int, int, int], dict[int, Config | None]] = {}  # by (n, k, bits), then by rows
+        for entry in sorted(entries, key=lambda entry: entry.m):
+            self._shapes.setdefault((entry.n, entry.k, entry.bits), {})[entry.m] = entry.config
         self._chosen: dict[tuple[int, int, int, torch.dtype], Config | None] = {}
 
     @classmethod
-    def packaged(cls, device: torch.device, path: Path = PACKAGED) -> Self:
+    def packaged(cls, device: torch.device, *, pdl: bool = False, prefetch: int = 0, path: Path = PACKAGED) -> Self:
         """The committed table, if it was tuned on this kind of GPU; else one without entries. ValueError: malformed."""
         table = json.loads(path.read_text())
         if device.type != "cuda" or torch.cuda.get_device_name(device) != table["gpu"]:
             return cls()
-        return cls(read_entries(table))
+        return cls(read_entries(table), pdl=pdl, prefetch=prefetch)
 
     def choose(self, m: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
         """For x [m, k] and a weight [n, k]; for a shape that was not tuned, what the nearest one got, if it is near."""
@@ -75,8 +76,8 @@ class GemmTable:
         shape = self._nearest(n, k, bits)
         if shape is None:
             return None
-        fits = [entry for entry in self._shapes[shape] if entry.m[0] <= m <= entry.m[1]]
-        return fits[-1].config if fits else None
+        config = next((config for rows, config in self._shapes[shape].items() if rows >= m), None)
+        return None if config is None else replace(config, pdl=self._pdl, prefetch=self._prefetch)
 
     def _nearest(self, n: int, k: int, bits: int) -> tuple[int, int, int] | None:
         if (n, k, bits) in self._shapes:
@@ -93,7 +94,7 @@ def read_entries(table: dict[str, Any]) -> list[Entry]:
     """The entries of a table as it is in its file. Raises ValueError where one is malformed."""
     try:
         return [
-            Entry(**{**entry, "m": tuple(entry["m"]), "config": Config(**entry["config"]) if entry["config"] else None})
+            Entry(**{**entry, "config": Config(**entry["config"]) if entry["config"] else None})
             for entry in table["entries"]
         ]
     except (KeyError, TypeError) as error:

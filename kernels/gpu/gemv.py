@@ -7,14 +7,15 @@ nothing to wait for, and even a matrix of 4096 rows gives every multiprocessor s
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .overlap import start_with_weight
 
 
 @triton.jit
 def _gemv_kernel(
     x, weight, bias, out, n, k, x_stride, out_stride,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of x, tiles of BLOCK_N weight rows). x [m, k], weight [n, k], out [m, n]."""
     x_row = tl.program_id(0).to(tl.int64)
@@ -22,8 +23,7 @@ def _gemv_kernel(
     row = tl.arange(0, BLOCK_N)
     element = tl.arange(0, BLOCK_K)
     if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+        start_with_weight(weight, first_row, 0, n, k, BLOCK_N, BLOCK_K, PREFETCH)
     w_at = weight + first_row.to(tl.int64) * k + tl.minimum(row, n - 1 - first_row)[:, None] * k + element[None, :]
     x_at = x + x_row * x_stride + element
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -44,7 +44,7 @@ def _gemv_kernel(
 
 def gemv(
     x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None, block_n: int, block_k: int,
-    num_warps: int, num_stages: int, pdl: bool, compile_only: bool = False,
+    num_warps: int, num_stages: int, pdl: bool, prefetch: int = 0, compile_only: bool = False,
 ) -> None:  # fmt: skip
     """out = x W^T + bias, fp32 accumulation; `x`: [m, k], `weight`: [n, k] contiguous, `out`: [m, n], `bias`: [n].
 
@@ -55,6 +55,6 @@ def gemv(
     _gemv_kernel.run(
         x, weight, weight if bias is None else bias, out, n, k, x.stride(0), out.stride(0),
         BLOCK_N=block_n, BLOCK_K=block_k, STAGES=num_stages, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
-        PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+        PDL=pdl, PREFETCH=prefetch, num_warps=num_warps, launch_pdl=pdl,
         grid=(m, triton.cdiv(n, block_n)), warmup=compile_only,
     )  # fmt: skip

@@ -6,7 +6,8 @@ while a tile is finished; or one a tile (`tiles_kernel`), which spares registers
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .overlap import start_with_weight
 
 
 @triton.jit
@@ -23,34 +24,10 @@ def _share_of(block, base, rest):
 
 
 @triton.jit
-def _prefetch_l2(pointers):
-    """Asks L2 for the lines of the pointers, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _barrier(INTERPRETED: tl.constexpr):
     """`tl.debug_barrier`, which would keep Triton from pipelining the loop around it."""
     if not INTERPRETED:
         tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _start(weight, n, k, begin, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr):
-    """Waits for the kernel in front; the weight, which does not depend on it, is asked for before."""
-    if PREFETCH > 0:
-        first_row = (begin // depth) * BLOCK_N
-        row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first_row)
-        at = weight + first_row.to(tl.int64) * k + row[:, None] * k
-        for ahead in tl.static_range(PREFETCH):
-            element = (begin % depth + ahead) * BLOCK_K + tl.arange(
-                0, (BLOCK_K + 63) // 64
-            ) * 64  # a line of 128 bytes each
-            _prefetch_l2(at + tl.minimum(element, k - 1)[None, :])
-    gdc_wait()
-    gdc_launch_dependents()
 
 
 @triton.jit
@@ -141,7 +118,9 @@ def tiles_kernel(
     begin = _share_begin(lane, base, rest)
     end = _share_begin(lane + 1, base, rest)
     if PDL:
-        _start(weight_pointer, n, k, begin, depth, BLOCK_N, BLOCK_K, PREFETCH)
+        start_with_weight(
+            weight_pointer, begin // depth * BLOCK_N, begin % depth * BLOCK_K, n, k, BLOCK_N, BLOCK_K, PREFETCH
+        )
     done = begin
     while done < end:
         tile = done // depth
@@ -176,7 +155,9 @@ def flat_kernel(
     begin = _share_begin(lane, base, rest)
     end = _share_begin(lane + 1, base, rest)
     if PDL:
-        _start(weight_pointer, n, k, begin, depth, BLOCK_N, BLOCK_K, PREFETCH)
+        start_with_weight(
+            weight_pointer, begin // depth * BLOCK_N, begin % depth * BLOCK_K, n, k, BLOCK_N, BLOCK_K, PREFETCH
+        )
     tile = begin // depth
     block = begin - tile * depth
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)

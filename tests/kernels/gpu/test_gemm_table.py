@@ -1,6 +1,7 @@
 """The choice of a kernel for a product."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from twostroke.kernels.gpu.gemm_table import PACKAGED, Entry, GemmTable, linear_
 FIRST = Config(16, 64, 32, 5, 4, 3)
 SECOND = Config(32, 64, 64, 3, 4, 3)
 ENTRIES = [
-    Entry(96, 64, 16, (1, 4), FIRST),
-    Entry(96, 64, 16, (5, 8), None),
-    Entry(96, 64, 16, (9, 16), SECOND),
-    Entry(4096, 64, 16, (1, 16), SECOND),
+    Entry(96, 64, 16, 16, SECOND),
+    Entry(96, 64, 16, 4, FIRST),
+    Entry(96, 64, 16, 8, None),
+    Entry(4096, 64, 16, 16, SECOND),
 ]
 
 
@@ -26,6 +27,9 @@ def test_choice_by_rows_and_shape() -> None:
     assert table.choose(1, 96, 64, torch.float16) == FIRST
     assert table.choose(1, 96, 64, torch.float32) is None
     assert GemmTable().choose(1, 96, 64, torch.bfloat16) is None
+    assert GemmTable(ENTRIES, pdl=True, prefetch=2).choose(4, 96, 64, torch.bfloat16) == replace(
+        FIRST, pdl=True, prefetch=2
+    )
 
 
 def test_near_shapes_share_a_choice() -> None:
@@ -59,10 +63,10 @@ def test_workspace_covers_every_choice() -> None:
 
 
 def test_the_committed_table(device: torch.device) -> None:
-    """It reads, every range is a range, and it is only for the GPU that it was tuned on."""
+    """It reads, and is only for the GPU that it was tuned on."""
     table = json.loads(PACKAGED.read_text())
     entries = read_entries(table)
-    assert all(1 <= entry.m[0] <= entry.m[1] for entry in entries)
+    assert len({(entry.n, entry.k, entry.bits, entry.m) for entry in entries}) == len(entries)
     assert all(entry.us <= entry.cublas_us for entry in entries if entry.config)
     assert GemmTable.packaged(torch.device("cpu")).choose(1, 4096, 4096, torch.bfloat16) is None
     GemmTable.packaged(device)
@@ -70,6 +74,6 @@ def test_the_committed_table(device: torch.device) -> None:
 
 def test_malformed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="malformed"):
-        read_entries({"entries": [{"n": 1, "m": [1, 2], "config": {"block_m": 1}}]})
+        read_entries({"entries": [{"n": 1, "m": 2, "config": {"block_m": 1}}]})
     with pytest.raises(ValueError, match="malformed"):
         read_entries({"entries": [{"n": 1}]})
