@@ -106,6 +106,16 @@ def test_odd_vocabularies(vocab, top_k, device):
     check(rows_like("peaked", 2, vocab).half(), [(1.0, top_k, 0.9, 0.0), (0.5, 0, 0.6, 0.0)], device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_blocks_that_hold_most_of_the_weight(dtype, device):
+    """As in language models, whose frequent tokens have low ids; the highest logits lie elsewhere."""
+    vocab = 24 * BLOCK
+    logits = rows_like("flat", 4, vocab)
+    logits[:, : 2 * BLOCK] += 5
+    logits[:, 5 * BLOCK :: BLOCK] += 6.5
+    check(logits.to(dtype), [(1.0, 0, p, 0.0) for p in (0.1, 0.5, 0.8, 0.97)], device)
+
+
 @pytest.mark.parametrize("value", [-0.0, 3e38, NAN])
 def test_all_alike(value, device):
     """Nothing but ties: the lower token ids stay."""
