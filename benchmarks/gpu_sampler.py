@@ -1,6 +1,6 @@
 """The sampler on one GPU at a vocabulary of 128,256: checked, then timed as CUDA graphs beside torch.
 
-`python benchmarks/gpu_sampler.py [--tune] [--rows 1 32 256] [--json FILE]`, about half a minute. Two kinds of logits:
+`python benchmarks/gpu_sampler.py [--tune] [--rows 1 32 256] [--json FILE]`, about half a minute; tuning, which compiles, two. Two kinds of logits:
 `peaked` as a language model's are (frequent tokens have low ids; top-p 0.9 keeps tens of tokens), `flat` as those of
 random weights, where it keeps most of the vocabulary.
 """
@@ -38,7 +38,7 @@ MODES: dict[str, list[SamplingParams]] = {  # rows take them in turn
 MODES["mixed"] = [params for own in MODES.values() for params in own]
 TUNED = {  # module: constants tried, in all combinations
     blocks: {"TILE": (8, 16, 32), "WARPS": (2, 4, 8)},
-    cut: {"TILE": (16, 32), "UNROLL": (2, 4, 8), "WARPS": (8, 16, 32)},
+    cut: {"TILE": (16, 32), "UNROLL": (4, 8), "WARPS": (8, 16, 32)},
     drawing: {"WARPS": (1, 2, 4, 8)},
 }
 

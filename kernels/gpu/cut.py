@@ -12,19 +12,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import BLOCK, NONE, finite_base, load_logits, steepness
-from .threshold import LOWEST, add_up, edge, least_likely, load_tile, lower_bound, ordered, search, weight_of
+from .threshold import (
+    LOWEST,
+    add_up,
+    edge,
+    least_likely,
+    list_blocks,
+    load_tile,
+    lower_bound,
+    ordered,
+    search,
+    weight_of,
+)
 
 TILE, UNROLL, WARPS = 32, 4, 32  # blocks that a program reads at once, and how often before it waits
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 that the type does not have
-
-
-@triton.jit
-def _list(active, numbers, chosen):
-    """Lists the `chosen` ones of the blocks `numbers`, in order. Returns how many there are."""
-    tl.debug_barrier()  # the list may still be read
-    tl.store(active + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, numbers, mask=chosen)
-    tl.debug_barrier()
-    return tl.sum(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -125,7 +127,6 @@ def _cut_kernel(
         steep = steepness(temperature)
         numbers = tl.arange(0, MAX_BLOCKS)
         highest = tl.load(maxima + numbers, mask=numbers < blocks, other=NONE)
-        some = highest > NONE
         best = finite_base(tl.max(highest, axis=0))
         low = tl.full((), LOWEST >> SHIFT, tl.int64)
         high = (ordered(best) >> SHIFT) + 1
@@ -134,18 +135,16 @@ def _cut_kernel(
         over = total
         if by_count:
             target = top_k.to(tl.float64)
-            low = lower_bound(highest, some.to(tl.float32), target, high, SHIFT)
-            count = _list(active, numbers, (highest >= edge(low, SHIFT)) & some)
+            low = lower_bound(highest, (highest > NONE).to(tl.float32), target, high, SHIFT)
             low, over = search(
-                logits, active, count, vocab, best, steep, target, low, high, False, SHIFT, TILE, BLOCK, UNROLL
+                logits, active, highest, vocab, best, steep, target, low, high, False, SHIFT, TILE, BLOCK, UNROLL
             )
             ties = target - over
         if by_weight:
             weights = tl.exp2((highest - best) * steep)
             floor = low
-            heavy = highest < NONE  # none of them
             if by_count:
-                count = _list(active, numbers, (highest >= edge(low, SHIFT)) & some)
+                count = list_blocks(active, highest, edge(low, SHIFT))
                 over = _weight(logits, active, count, vocab, best, steep, edge(low + 1, SHIFT), TILE, BLOCK)
                 total = over + ties * weight_of(low, best, steep, SHIFT)
             else:
@@ -155,30 +154,21 @@ def _cut_kernel(
                 # Even if all tokens were as likely as this logit's, they would not make up what is cut off.
                 spare = best + temperature * (tl.log((1.0 - top_p) * total / vocab).to(tl.float32) - 0.01)
                 low = tl.maximum(low, ordered(spare) >> SHIFT)
-                # Where few blocks hold most of the weight, a search among them alone raises the bound: it can only
-                # find too little weight. Shares in steps of 2^16 ranks, 1%.
-                enough = (0.5 + 0.5 * top_p) * total
-                most = (ordered(tl.max(shares, axis=0)) >> 16) + 1
-                heavy = (shares >= edge(lower_bound(shares, shares, enough, most, 16), 16)) & (shares > 0.0)
-            few = tl.sum(heavy.to(tl.int32), axis=0)
             target = top_p * total
-            for turn in range(tl.where((few > 0) & (few < blocks // 2), 0, 1), 2):
-                chosen = ((highest >= edge(low, SHIFT)) & some) & (heavy | (turn > 0))
-                count = _list(active, numbers, chosen)
-                low, over = search(
-                    logits, active, count, vocab, best, steep, target, low, high, True, SHIFT, TILE, BLOCK, UNROLL
-                )
+            low, over = search(
+                logits, active, highest, vocab, best, steep, target, low, high, True, SHIFT, TILE, BLOCK, UNROLL
+            )
             needed = tl.maximum(tl.ceil((target - over) / weight_of(low, best, steep, SHIFT)), 1.0)
             ties = tl.where(by_count & (low == floor), tl.minimum(ties, needed), needed)
         if by_count | by_weight:
             low_edge = edge(low, SHIFT)
             high_edge = edge(low + 1, SHIFT)
             if ties < vocab:
-                count = _list(active, numbers, (highest >= low_edge) & some)
+                count = list_blocks(active, highest, low_edge)
                 last = _tie(logits, active, count, vocab, low_edge, high_edge, ties.to(tl.int32), TILE, BLOCK)
         if min_p > 0.0:
             low_edge = tl.maximum(low_edge, least_likely(best, temperature, tl.log(min_p).to(tl.float32)))
-        count = _list(active, numbers, (highest >= low_edge) & some)
+        count = list_blocks(active, highest, low_edge)
         tl.store(sums + numbers, tl.zeros((MAX_BLOCKS,), tl.float32), mask=(numbers < blocks) & (highest < low_edge))
         _resum(logits, active, count, vocab, maxima, sums, low_edge, high_edge, last, steep, TILE, BLOCK)
     tl.store(edges + 2 * row, low_edge)

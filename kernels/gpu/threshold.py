@@ -68,6 +68,20 @@ def lower_bound(values, weights, target, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def list_blocks(active, highest, least):
+    """Lists the blocks that hold a logit of at least `least`, in order. Returns how many there are.
+
+    `highest`: float32 [n], of each block; those of -inf alone are left out.
+    """
+    chosen = (highest >= least) & (highest > NONE)
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # the list may still be read
+    tl.store(active + place, tl.arange(0, highest.shape[0]), mask=chosen)
+    tl.debug_barrier()
+    return tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
 def load_tile(logits, active, first, count, vocab, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks `first`.. of the list: (their logits, -inf beyond the end; token ids), both [TILE, BLOCK]."""
     at = first + tl.arange(0, TILE)
@@ -99,7 +113,7 @@ def _pivots(low, high, by_value, SHIFT: tl.constexpr):
 def search(
     logits,
     active,
-    count,
+    highest,
     vocab,
     best,
     steep,
@@ -112,9 +126,10 @@ def search(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The highest rank, in steps of 2^SHIFT, from which on the listed blocks' tokens (or weights) make up `target`.
+    """The highest rank, in steps of 2^SHIFT, from which on the tokens (or their weights) make up `target`.
 
-    It lies in [low, high), ranks shifted. Returns (rank, shifted; what lies over that step, float64).
+    It lies in [low, high), ranks shifted; each pass reads only blocks that reach `low`. `highest`: float32 [n], of each
+    block; `active`: room for a list of them. Returns (rank, shifted; what lies over that step, float64).
     """
     over = tl.zeros((), tl.float64)
     # By value is quick where logits lie, by rank is sure to end; each in turn.
@@ -122,6 +137,7 @@ def search(
     while high - low > 1:
         first, second, third = _pivots(low, high, by_value, SHIFT)
         by_value = not by_value
+        count = list_blocks(active, highest, edge(low, SHIFT))
         least1 = edge(first, SHIFT)
         least2 = edge(second, SHIFT)
         least3 = edge(third, SHIFT)
