@@ -235,6 +235,24 @@ def prefill_attention(
         return
     head_dim = pool.shape[-1]
     shape = shape or prefill_shape(heads, kv_heads, head_dim, page_size, pool.dtype)
+    if shape.hopper:
+        from .hopper_attention import hopper_attention  # Gluon, which other GPUs need not know
+
+        hopper_attention(
+            q,
+            pool,
+            tables,
+            tiles,
+            out,
+            kv_heads=kv_heads,
+            page_size=page_size,
+            scale=scale,
+            cap=cap,
+            window=window,
+            heads=heads,
+            shape=shape,
+        )
+        return
     width = max(16, triton.next_power_of_2(head_dim))
     slabs: Any = pool
     if shape.bulk:

@@ -18,6 +18,7 @@ class PrefillShape:
     pack: int  # query heads of one KV head in a tile; divides their number
     bulk: bool = False  # K and V by Hopper's bulk tensor copies; keys <= page_size
     held: bool = False  # queries in registers, not in shared memory
+    hopper: bool = False  # the kernel in hopper_attention.py, for 16-bit types and compute capability 9.0
 
     @property
     def tokens(self) -> int:
