@@ -1,8 +1,8 @@
 """The sampler on one GPU at a vocabulary of 128,256: checked, then timed as CUDA graphs beside torch.
 
-`python benchmarks/gpu_sampler.py [--tune] [--rows 1 32 256] [--json FILE]`, about half a minute; tuning, which compiles,
-about two. Two kinds of logits: `peaked` as a language model's are (frequent tokens have low ids; top-p 0.9 keeps tens of
-tokens), `flat` as those of random weights, where it keeps most of the vocabulary.
+`python benchmarks/gpu_sampler.py [--tune] [--rows 1 32 256] [--json FILE]`: half a minute; tuning, which compiles,
+about two. Two kinds of logits: `peaked` as a language model's are (frequent tokens have low ids; top-p 0.9 keeps tens
+of tokens), `flat` as those of random weights, where it keeps most of the vocabulary.
 """
 
 import argparse
