@@ -59,7 +59,7 @@ TAIL = """
 | variable | meaning |
 |---|---|
 | `TWOSTROKE_CONFIG` | the TOML file |
-| `TWOSTROKE_ADDRESS` | gateway that `twostroke generate`, `chat` and `bench` ask |
+| `TWOSTROKE_ADDRESS` | gateway that `twostroke generate`, `chat`, `bench` and `workers` ask |
 | `TWOSTROKE_SMOLLM2_WHEEL` | a copy of the embedded model's wheel, where there is no package index |
 """
 

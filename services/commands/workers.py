@@ -10,22 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ...v1 import cluster_pb2 as pb
-from ..options import address_argument
+from ..options import gateway_option
 
 ROLES = {
     "prefill": pb.WORKER_ROLE_PREFILL,
     "decode": pb.WORKER_ROLE_DECODE,
     "both": pb.WORKER_ROLE_BOTH,
 }
-
-address_option = click.option(
-    "--address",
-    default="127.0.0.1:50051",
-    show_default=True,
-    metavar="HOST:PORT",
-    callback=address_argument,
-    help="The gateway.",
-)
 
 
 @click.group()
@@ -41,7 +32,7 @@ def workers() -> None:
 
 
 @workers.command(name="list")
-@address_option
+@gateway_option
 @click.option("--json", "as_json", is_flag=True, help="As a JSON list.")
 def list_workers(address: str, as_json: bool) -> None:
     """List the workers: role, state, load, and why one is absent.
@@ -72,7 +63,7 @@ def list_workers(address: str, as_json: bool) -> None:
 
 @workers.command()
 @click.argument("worker")
-@address_option
+@gateway_option
 @click.option(
     "--within",
     "within_s",
@@ -96,7 +87,7 @@ def drain(worker: str, address: str, within_s: float | None) -> None:
 
 @workers.command()
 @click.argument("worker")
-@address_option
+@gateway_option
 def undrain(worker: str, address: str) -> None:
     """Let WORKER take work again.
 
@@ -113,7 +104,7 @@ def undrain(worker: str, address: str) -> None:
 @workers.command()
 @click.argument("worker")
 @click.argument("role", type=click.Choice(list(ROLES)))
-@address_option
+@gateway_option
 @click.option("--force", is_flag=True, help="Even if no other worker decodes.")
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until it is back.")
 @click.option(

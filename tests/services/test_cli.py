@@ -92,6 +92,22 @@ def test_help_teaches(path: tuple[str, ...]) -> None:
             assert parameter.help, parameter.name
 
 
+def test_whoever_asks_a_gateway_takes_its_address_from_the_same_places() -> None:
+    askers = {}
+    for path, command in COMMANDS.items():
+        for parameter in command.params:
+            if parameter.name == "address" and isinstance(parameter, click.Option):
+                askers[path] = (parameter.envvar, parameter.default, parameter.metavar, parameter.help)
+    assert {("generate",), ("chat",), ("bench",), ("workers", "list"), ("workers", "role")} <= askers.keys()
+    assert set(askers.values()) == {("TWOSTROKE_ADDRESS", "127.0.0.1:50051", "HOST:PORT", "The gateway.")}
+
+
+def test_the_workers_of_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTROKE_ADDRESS", "nowhere")
+    result = run("workers", "list")
+    assert (result.exit_code, result.stderr) == (2, "error: address: got 'nowhere', takes an address, host:port\n")
+
+
 @pytest.mark.parametrize(
     ("name", "schemas"),
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ async def info(it: Cluster, name: str) -> pb.WorkerInfo:
         return next(worker for worker in await admin.workers() if worker.name == name)
 
 
-async def command(it: Cluster, *words: str) -> tuple[int, str]:
-    """(exit code, output) of `twostroke workers`."""
+async def command(it: Cluster, *words: str, by_variable: bool = False) -> tuple[int, str]:
+    """(exit code, output) of `twostroke workers`. `by_variable`: it finds the gateway's address in its environment."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "twostroke.services.cli", "workers", *words, "--address", it.address),
+        *(sys.executable, "-m", "twostroke.services.cli", "workers", *words),
+        *(() if by_variable else ("--address", it.address)),
+        env={**os.environ, "TWOSTROKE_ADDRESS": it.address if by_variable else "127.0.0.1:1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -60,7 +63,7 @@ async def test_the_list_says_who_is_there_and_why_others_are_not(tiny_llama_dir:
         listed = {worker["name"]: worker for worker in json.loads(output)}
         assert (listed["d0"]["role"], listed["d0"]["state"]) == ("decode", "ready")
         assert (listed["p0"]["state"], listed["p0"]["incarnation"]) == ("absent", "0" * 16)
-        code, output = await command(it, "list")
+        code, output = await command(it, "list", by_variable=True)
         assert code == 0
         assert "d0" in output
         assert "absent" in output
