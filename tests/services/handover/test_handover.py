@@ -353,16 +353,19 @@ async def test_cancel_in_every_phase(tmp_path: Path, side: str, phase: str) -> N
         assert await rig.generate(prompt, 5) == expected_tokens(prompt, 5)
 
 
-async def test_a_cancelled_prefill_loses_the_decode_half(tmp_path: Path) -> None:
-    async with running(tmp_path, token_budget=16) as rig:
-        await rig.generate([1], 2)
-        prefill, decode = rig.requests(random_prompt(19, 200), 5)
+@pytest.mark.parametrize("ticketed", [True, False])
+async def test_a_cancelled_prefill_loses_the_decode_half(tmp_path: Path, ticketed: bool) -> None:
+    """Its ticket came before, or comes when the sequence is gone."""
+    async with running(tmp_path, token_budget=16, unticketed_share=1.0) as rig:
+        prefill, decode = rig.requests(random_prompt(19, 200), 5, start_now=not ticketed)
         rig.p.runner.after_layer = lambda layer, rows: rig.p.driver.drop([prefill.key])
         rig.p.submit(prefill, rig.d)
+        if not ticketed:
+            await rig.p.settled(lambda: rig.p.core.state_of(prefill.key) is None)
         rig.d.submit(decode, rig.p)
-        await rig.p.settled(lambda: rig.p.core.state_of(prefill.key) is None and rig.p.core.load().steps > 3)
-        await rig.d.settled(lambda: bool(rig.d.failures) or rig.p.handover.writer.open_tickets() == 1)
-        rig.d.driver.drop([decode.key])
+        with pytest.raises(HandoverExpired, match="the request is gone"):
+            await rig.result(decode.key)
+        assert rig.p.runner.tokens_run == 16  # it was cancelled in its first step
         await rig.whole()
 
 
