@@ -11,7 +11,7 @@ from .integrity import check_integrity
 from .load import Load
 from .postprocess import Flight, Postprocessor
 from .prefix_cache import root_digest
-from .request import FinishReason, Request, SequenceKey, SequenceOutput, StepResult, Token, sample_keys
+from .request import FinishReason, Request, SequenceKey, SequenceOutput, SequenceTimings, StepResult, Token, sample_keys
 from .roster import Roster
 from .scheduler import Schedule, Scheduler
 from .sequence import Sequence, State
@@ -138,9 +138,14 @@ class EngineCore:
         return outputs[0] if outputs else None
 
     def samples_arrived(
-        self, key: SequenceKey, firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]]
+        self,
+        key: SequenceKey,
+        firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]],
+        measured: SequenceTimings | None = None,
     ) -> list[SequenceOutput]:
         """DECODE: the KV of that sequence is whole and verified. Its samples join the batch, or end with token 0.
+
+        `measured`: by the prefill worker; from now on told as the sequence's own.
 
         Returns the outputs that repeat token 0; none if the sequence is not waiting for KV (any more). Raises, and
         changes nothing, where a token is missing or not the model's (InvalidRequest) or where pages cannot be copied.
@@ -153,7 +158,7 @@ class EngineCore:
                 raise InvalidRequest("the prefill worker sent no token 0", field="first")
             if not 0 <= firsts[sample][0].token_id < self._vocab_size:
                 raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
-        return self._postprocessor.arrive(sequence, firsts)
+        return self._postprocessor.arrive(sequence, firsts, measured)
 
     def has_work(self) -> bool:
         """Whether a step might do something: False only if nothing can, until something changes from outside.

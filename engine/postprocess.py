@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 from ..errors import TwostrokeError
 from .admission import OutputLength
 from .batch import Failed, Launched, Runner, Scoring
-from .request import NO_TOKEN, FinishReason, SequenceKey, SequenceOutput, StepResult, Token, Work, sample_keys
+from .request import (
+    NO_TOKEN,
+    FinishReason,
+    SequenceKey,
+    SequenceOutput,
+    SequenceTimings,
+    StepResult,
+    Token,
+    Work,
+    sample_keys,
+)
 from .roster import Roster
 from .scheduler import Schedule
 from .sequence import Sequence
@@ -95,11 +105,19 @@ class Postprocessor:
                 self._end_prefill(sequence)
 
     def arrive(
-        self, sequence: Sequence, firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]]
+        self,
+        sequence: Sequence,
+        firsts: Mapping[SequenceKey, tuple[Token, FinishReason | None]],
+        measured: SequenceTimings | None = None,
     ) -> list[SequenceOutput]:
-        """DECODE: its KV is whole; `firsts`: token 0 of each sample. TwostrokeError, and no change, if a copy fails."""
+        """DECODE: its KV is whole; `firsts`: token 0 of each sample; `measured`: by the prefill worker.
+
+        TwostrokeError, and no change, if a copy fails.
+        """
         self._copy_last_page(sequence)
         self._roster.arrive(sequence)
+        if measured is not None:
+            sequence.timings = replace(measured)
         if sequence.began is not None:
             sequence.timings.transfer = self._clock() - sequence.began
         return [self._append(parted, *firsts[parted.key]) for parted in self._roster.part(sequence)]
@@ -154,7 +172,8 @@ class Postprocessor:
         index = sequence.next_index()
         finish = finish or self._finish(sequence, token.token_id)
         first = len(sequence.tokens) == sequence.base
-        if first and sequence.request.work is not Work.DECODE and sequence.began is not None:
+        computed = first and not sequence.reported and sequence.request.work is not Work.DECODE
+        if computed and sequence.began is not None:
             sequence.timings.prefill = self._clock() - sequence.began
         timings = replace(sequence.timings) if first or finish else None
         if sequence.prefill_only:

@@ -102,7 +102,10 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class SequenceTimings:
-    """Seconds, by this worker's monotonic clock; 0: it did not happen."""
+    """Seconds, by this worker's monotonic clock; 0: it did not happen.
+
+    Once the KV of a DECODE sequence arrived, all but `transfer` is what its prefill worker measured.
+    """
 
     queue: float = 0.0  # arrival to first chunk
     prefill: float = 0.0  # first chunk to first token

@@ -60,6 +60,9 @@ class FirstToken:
     token_id: int
     finish: int  # 0 goes on
     logprobs: tuple[tuple[int, float], ...] = ()
+    queue: float = 0.0  # seconds until its first chunk
+    prefill: float = 0.0  # seconds from there to this token
+    cached_tokens: int = 0  # of the prompt, that P did not have to compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,10 @@ class Flight:
             part.session.load.ended(part.pages)
 
     def report(self) -> WorkerReport:
-        """What the workers measured so far."""
-        computing, decoding = self._timings(prefills=True), self._timings(decodes=True)
+        """What the workers measured so far. The decode worker repeats what the prefill worker measured, which may come
+        late or not at all."""
+        decoding = self._timings(decodes=True) or SequenceTimings()
+        computing = self._timings(prefills=True) or decoding
         return WorkerReport(
             queue=computing.queue,
             prefill=computing.prefill,
@@ -131,9 +133,9 @@ class Flight:
             route=self.route,
         )
 
-    def _timings(self, *, prefills: bool = False, decodes: bool = False) -> SequenceTimings:
+    def _timings(self, *, prefills: bool = False, decodes: bool = False) -> SequenceTimings | None:
         part = self._part(prefills=prefills, decodes=decodes)
-        return part.timings if part is not None and part.timings is not None else SequenceTimings()
+        return part.timings if part is not None else None
 
     def _name(self, *, prefills: bool = False, decodes: bool = False) -> str:
         part = self._part(prefills=prefills, decodes=decodes)

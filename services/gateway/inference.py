@@ -13,6 +13,7 @@ from ...engine.check_controls import MAX_LISTED
 from ...engine.request import PromptLogprobs
 from ...v1 import inference_pb2 as pb
 from ...v1 import inference_pb2_grpc
+from ..durations import microseconds
 from .generation import (
     ChatInput,
     Finish,
@@ -233,17 +234,13 @@ def write_finish(finish: Finish) -> pb.Finish:
 
 
 def write_timings(timings: Timings) -> pb.Timings:
-    """Seconds as microseconds; what took any time is at least 1, as 0 says that it did not happen."""
-
-    def micro(seconds: float) -> int:
-        return max(1, round(seconds * 1e6)) if seconds > 0 else 0
-
+    """Seconds as microseconds."""
     return pb.Timings(
-        queue_us=micro(timings.queue),
-        prefill_us=micro(timings.prefill),
-        transfer_us=micro(timings.transfer),
-        first_token_us=micro(timings.first_token),
-        decode_us=micro(timings.decode),
-        total_us=micro(timings.total),
-        gap01_us=micro(timings.gap01),
+        queue_us=microseconds(timings.queue),
+        prefill_us=microseconds(timings.prefill),
+        transfer_us=microseconds(timings.transfer),
+        first_token_us=microseconds(timings.first_token),
+        decode_us=microseconds(timings.decode),
+        total_us=microseconds(timings.total),
+        gap01_us=microseconds(timings.gap01),
     )

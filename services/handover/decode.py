@@ -254,19 +254,22 @@ class DecodeHandover:
         if awaited is None or not isinstance(key, SequenceKey):
             return
         firsts = {key._replace(sample=first.sample): _token(first) for first in arrived.first_tokens}
+        measured = _timings(arrived.first_tokens[0])  # of the prompt, which the samples share
         if not arrived.verified:  # all is over with token 0: what lies in the pages must not become findable
-            self._ended(key, awaited.first_index, firsts)
+            self._ended(key, awaited.first_index, firsts, measured)
             return
         try:
-            self._result.outputs += self._core.samples_arrived(key, firsts)
+            self._result.outputs += self._core.samples_arrived(key, firsts, measured)
         except TwostrokeError as error:
             self._fail(key, error.message)
 
-    def _ended(self, key: SequenceKey, index: int, firsts: Mapping[SequenceKey, _First]) -> None:
+    def _ended(
+        self, key: SequenceKey, index: int, firsts: Mapping[SequenceKey, _First], measured: SequenceTimings
+    ) -> None:
         for sample in self._core.abandon(key):
             if sample in firsts:
                 token, finish = firsts[sample]
-                self._result.outputs.append(SequenceOutput(sample, index, [token], finish, SequenceTimings()))
+                self._result.outputs.append(SequenceOutput(sample, index, [token], finish, measured))
             else:
                 self._result.failures.append((sample, HandoverExpired("the prefill worker sent no token 0")))
 
@@ -282,3 +285,8 @@ class DecodeHandover:
 
 def _token(first: FirstToken) -> _First:
     return Token(first.token_id, first.logprobs), FinishReason(first.finish) if first.finish else None
+
+
+def _timings(first: FirstToken) -> SequenceTimings:
+    """What the prefill worker measured: told again, as its own message may be late or lost."""
+    return SequenceTimings(queue=first.queue, prefill=first.prefill, cached_tokens=first.cached_tokens)

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ...engine.batch import LayerHook
 from ...engine.core import EngineCore
-from ...engine.request import ChunkProgress, Request, SequenceKey, SequenceOutput, StepResult, Work, sample_keys
+from ...engine.request import (
+    ChunkProgress,
+    Request,
+    SequenceKey,
+    SequenceOutput,
+    SequenceTimings,
+    StepResult,
+    Work,
+    sample_keys,
+)
 from ...errors import InvalidRequest, TwostrokeError
 from ...kvtransfer.messages import (
     ClosePool,
@@ -275,5 +284,13 @@ class PrefillHandover:
 
 
 def _first_token(output: SequenceOutput) -> FirstToken:
-    token = output.tokens[0]
-    return FirstToken(output.key.sample, token.token_id, int(output.finish or 0), token.logprobs)
+    token, told = output.tokens[0], output.timings or SequenceTimings()
+    return FirstToken(
+        sample=output.key.sample,
+        token_id=token.token_id,
+        finish=int(output.finish or 0),
+        logprobs=token.logprobs,
+        queue=told.queue,
+        prefill=told.prefill,
+        cached_tokens=told.cached_tokens,
+    )

@@ -10,6 +10,7 @@ from ...engine.request import FinishReason, SequenceKey
 from ...errors import Mismatch
 from ...kvtransfer import messages as kv
 from ...v1 import worker_pb2 as pb
+from ..durations import microseconds
 
 DIGEST_BYTES = 8
 MAX_SAMPLES = 128
@@ -177,6 +178,9 @@ def _write_first(token: kv.FirstToken) -> pb.FirstToken:
         finish=token.finish,
         logprob_ids=[entry[0] for entry in token.logprobs],
         logprob_values=[entry[1] for entry in token.logprobs],
+        queue_us=microseconds(token.queue),
+        prefill_us=microseconds(token.prefill),
+        cached_tokens=token.cached_tokens,
     )
 
 
@@ -195,4 +199,12 @@ def _read_first(token: pb.FirstToken) -> kv.FirstToken:
     if len(token.logprob_ids) != len(token.logprob_values) or len(token.logprob_ids) > MAX_LOGPROBS:
         raise Mismatch("complete: malformed log-probabilities")
     logprobs = tuple(zip(token.logprob_ids, token.logprob_values, strict=True))
-    return kv.FirstToken(token.sample, token.token_id, token.finish, logprobs)
+    return kv.FirstToken(
+        sample=token.sample,
+        token_id=token.token_id,
+        finish=token.finish,
+        logprobs=logprobs,
+        queue=token.queue_us / 1e6,
+        prefill=token.prefill_us / 1e6,
+        cached_tokens=token.cached_tokens,
+    )

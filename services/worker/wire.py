@@ -7,6 +7,7 @@ from ...engine.request import Request, SamplingParams, SequenceKey, SequenceOutp
 from ...engine.validate import MAX_SAMPLES
 from ...errors import DeadlineExceeded, HandoverExpired, InvalidRequest, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
+from ..durations import microseconds
 from ..handover.handover import PeerAddress
 
 MAX_SALT_BYTES = 64
@@ -141,18 +142,14 @@ def pack_step(step: int, outputs: Sequence[SequenceOutput]) -> pb.FromWorker:
 
 
 def pack_timings(index: int, timings: engine.SequenceTimings) -> pb.SequenceTimings:
-    """Seconds become microseconds; what took any time at all is at least 1, as 0 says that it did not happen."""
+    """Seconds become microseconds."""
     return pb.SequenceTimings(
         sequence=index,
-        queue_us=_microseconds(timings.queue),
-        prefill_us=_microseconds(timings.prefill),
-        transfer_us=_microseconds(timings.transfer),
+        queue_us=microseconds(timings.queue),
+        prefill_us=microseconds(timings.prefill),
+        transfer_us=microseconds(timings.transfer),
         cached_tokens=timings.cached_tokens,
     )
-
-
-def _microseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1e6)) if seconds > 0 else 0
 
 
 def pack_failure(key: SequenceKey, error: Exception) -> pb.FromWorker:

@@ -14,6 +14,7 @@ from twostroke.engine.request import (
     SamplingParams,
     SequenceKey,
     SequenceOutput,
+    SequenceTimings,
     StepResult,
     Token,
     Work,
@@ -143,11 +144,13 @@ class FakeEngine:
         known = self.known(key)
         return {each: (Token(next_token(known, VOCAB, each.sample)), finish) for each in self.samples(key)}
 
-    def arrive(self, key: SequenceKey, finish: FinishReason | None = None) -> SequenceOutput | None:
+    def arrive(
+        self, key: SequenceKey, finish: FinishReason | None = None, measured: SequenceTimings | None = None
+    ) -> SequenceOutput | None:
         """KV written and verified: the ticket ends, the sequence joins with all its samples. The first one's output."""
         self.write_kv(key)
         self.core.pool.unhold(("ticket", key))
-        outputs = self.core.samples_arrived(key, self.first_tokens(key, finish))
+        outputs = self.core.samples_arrived(key, self.first_tokens(key, finish), measured)
         for output in outputs:
             self.take(output)
         self.core.check_integrity()

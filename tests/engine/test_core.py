@@ -4,7 +4,7 @@ import pytest
 
 from twostroke.engine.batch import LayerHook, Row
 from twostroke.engine.integrity import IntegrityError
-from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, Token, Work
+from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, SequenceTimings, Token, Work
 from twostroke.engine.sequence import State
 from twostroke.errors import DeadlineExceeded, InvalidRequest, TwostrokeError
 
@@ -368,6 +368,17 @@ class TestFigures:
         timings = engine.ends[key].timings
         assert timings is not None
         assert (timings.queue, timings.prefill, timings.transfer) == (2, 0, 4)
+
+    def test_what_the_prefill_worker_measured_is_told_as_the_sequence_s_own(self) -> None:
+        engine = FakeEngine()
+        key = engine.add(1, prompt_of(10), Work.DECODE, writer=7, max_tokens=3)
+        engine.step()
+        engine.clock.now += 4
+        engine.arrive(key, measured=(measured := SequenceTimings(queue=0.5, prefill=0.25, cached_tokens=8)))
+        engine.drain()
+        wanted = SequenceTimings(queue=0.5, prefill=0.25, transfer=4, cached_tokens=8)
+        assert engine.firsts[key].timings == engine.ends[key].timings == wanted
+        assert measured.transfer == 0
 
     def test_without_an_arrival_the_request_arrives_now(self) -> None:
         engine = FakeEngine()

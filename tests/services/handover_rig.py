@@ -22,7 +22,16 @@ from torch import Tensor
 from twostroke.engine.batch import Computed, Launched, LayerHook, Row
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
-from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, StepResult, Token, Work
+from twostroke.engine.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    SequenceKey,
+    SequenceTimings,
+    StepResult,
+    Token,
+    Work,
+)
 from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.kvtransfer.process import host_id
 from twostroke.kvtransfer.shm import SharedPool
@@ -157,6 +166,7 @@ class Worker:
         self.driver: Driver
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.logprobs: dict[SequenceKey, list[tuple[tuple[int, float], ...]]] = {}
+        self.timings: dict[SequenceKey, list[SequenceTimings]] = {}
         self.first_index: dict[SequenceKey, int] = {}
         self.finishes: dict[SequenceKey, FinishReason] = {}
         self.failures: dict[SequenceKey, Exception] = {}
@@ -178,6 +188,8 @@ class Worker:
             assert output.key not in self.finishes, "a token after the end"
             got.extend(token.token_id for token in output.tokens)
             self.logprobs.setdefault(output.key, []).extend(token.logprobs for token in output.tokens)
+            if output.timings is not None:
+                self.timings.setdefault(output.key, []).append(output.timings)
             if output.finish is not None:
                 self.finishes[output.key] = output.finish
         for key, error in result.failures:

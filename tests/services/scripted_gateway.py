@@ -39,6 +39,7 @@ class Gateway:
         self.tokens: dict[Name, list[int]] = defaultdict(list)
         self.finishes: dict[Name, FinishReason] = {}
         self.failures: dict[Name, pb.Failure] = {}
+        self.timings: dict[Name, pb.SequenceTimings] = {}  # the last ones
         self.steps: list[pb.Step] = []
         self.statuses: list[pb.Status] = []
         self.worker_hello: pb.WorkerHello | None = None
@@ -98,6 +99,9 @@ class Gateway:
         match message.WhichOneof("kind"):
             case "step":
                 self.steps.append(message.step)
+                requests, samples = message.step.requests, message.step.samples
+                for told in message.step.timings:
+                    self.timings[name_of(requests[told.sequence], samples[told.sequence])] = told
                 for output in unpack_step(message.step, self.incarnation):
                     number = name_of(output.key.request, output.key.sample)
                     assert output.first_index == len(self.tokens[number])

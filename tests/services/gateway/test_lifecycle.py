@@ -71,9 +71,16 @@ async def test_token_0_comes_from_the_prefill_worker_without_waiting(tiny_llama_
         await it.idle()
 
 
-async def test_a_lost_token_0_of_the_prefill_worker_costs_nothing(tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("max_tokens", [2, None])
+async def test_a_lost_token_0_of_the_prefill_worker_costs_nothing(tiny_llama_dir: Path, max_tokens: int | None) -> None:
+    """Nor does one that comes late, when the decode worker has said all there is to say."""
     async with cluster(tiny_llama_dir, prefill(first_tokens=False), decode()) as it:
-        assert token_ids(await it.collect(text_request())) == ANSWER
+        pieces = await it.collect(text_request(max_tokens=max_tokens))
+        assert token_ids(pieces) == ANSWER[:max_tokens]
+        usage, times = pieces[-1].finish.usage, pieces[-1].finish.timings
+        assert (usage.prompt_tokens, usage.cached_tokens) == (5, 5)
+        assert (times.queue_us, times.prefill_us, times.transfer_us) == (1000, 2000, 3000)
+        assert (pieces[-1].finish.prefill_worker, pieces[-1].finish.decode_worker) == ("p0", "d0")
         await it.idle()
 
 

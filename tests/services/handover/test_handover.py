@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from twostroke.engine.batch import Row
-from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, Work
+from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, Work, sample_keys
 from twostroke.engine.sequence import State
 from twostroke.errors import HandoverExpired, InvalidRequest, TwostrokeError
 from twostroke.kvtransfer.transport import ShmTransport
@@ -186,6 +186,30 @@ async def test_logprobs_come_with_either_copy_of_token_0(tmp_path: Path) -> None
         await rig.result(key)
         assert rig.p.logprobs[key] == rig.d.logprobs[key][:1]
         assert len(rig.d.logprobs[key][0]) == 2
+        await rig.whole()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_either_copy_of_token_0_tells_what_prefill_measured(tmp_path: Path, samples: int, stops: bool) -> None:
+    """Also where token 0 is the last one, and no page is looked at."""
+    async with running(tmp_path) as rig:
+        prompt = random_prompt(20, 40)
+        await rig.generate([*prompt[:12], 1], 2)
+        stop_ids = [token for sample in range(samples) for token in expected_tokens(prompt, 1, sample=sample)]
+        key = rig.start(prompt, 3, samples=samples, stop_token_ids=tuple(stop_ids) if stops else ())
+        for sample in sample_keys(key, samples):
+            await rig.result(sample)
+            await rig.p.until(lambda sample=sample: sample in rig.p.tokens)  # type: ignore[misc]
+            (first, *_), told = rig.p.timings[sample], rig.d.timings[sample]
+            assert (first.cached_tokens, first.transfer) == (12, 0)
+            assert first.prefill > 0
+            for timings in told:
+                assert timings.cached_tokens == first.cached_tokens
+                assert (timings.queue, timings.prefill) == pytest.approx((first.queue, first.prefill), abs=1e-6)
+                assert (timings.transfer > 0) == (not stops)
+            assert len(told) == (1 if stops else 2)  # with the first and the last token
+        assert len({rig.p.timings[sample][0].prefill for sample in sample_keys(key, samples)}) == 1
         await rig.whole()
 
 

@@ -153,7 +153,9 @@ def test_each_page_is_pushed_once_as_soon_as_it_is_full(side: Side) -> None:
     side.step()
     assert side.transport.pages(1) == list(pages)
     (complete,) = side.links.of(kv.Complete)
-    assert complete.first_tokens == (kv.FirstToken(0, expected_tokens(prompt, 1)[0], 0),)
+    (first,) = complete.first_tokens
+    assert (first.sample, first.token_id, first.finish) == (0, expected_tokens(prompt, 1)[0], 0)
+    assert first.prefill > 0
     assert len(complete.digests) == LAYERS * 18 * 8
     assert side.core.state_of(key) is State.HELD
     side.say(kv.Accepted(1))

@@ -44,6 +44,9 @@ FIRST = st.builds(
     U32,
     st.integers(0, 2),
     st.lists(st.tuples(U32, st.floats(width=32, allow_nan=False)), max_size=21).map(tuple),
+    st.integers(0, 10**12).map(lambda us: us / 1e6),
+    st.integers(0, 10**12).map(lambda us: us / 1e6),
+    U32,
 )
 FROM_READER = st.one_of(
     st.builds(

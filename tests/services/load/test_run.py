@@ -43,8 +43,11 @@ async def load(
     await it.idle()
 
 
-async def test_a_closed_load_is_the_plan(tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_closed_load_is_the_plan(tiny_llama_dir: Path, told: bool) -> None:
+    """Whether the prefill worker's token 0 comes, or only the decode worker's."""
     p, d = workers()
+    p.script.first_tokens = told
     async with (
         cluster(tiny_llama_dir, p, d) as it,
         load(it, requests=40, channels=3, temperature=0.5) as (run, plan, got),

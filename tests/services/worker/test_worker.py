@@ -441,7 +441,12 @@ async def test_kv_goes_from_a_prefill_to_a_decode_process(model: Path, tmp_path:
                 assert at_d.tokens[number] == reference(model, prompt[:length], 12)
                 await at_p.until(lambda number=number: at_p.tokens[number])
                 assert at_p.tokens[number] == at_d.tokens[number][:1]
-            assert next(step.timings[0] for step in at_d.steps if step.timings).transfer_us > 0
+            for number in range(6):
+                at_first, at_second = at_p.timings[number], at_d.timings[number]
+                assert at_second.prefill_us == at_first.prefill_us > 0
+                assert (at_second.queue_us, at_second.cached_tokens) == (at_first.queue_us, at_first.cached_tokens)
+                assert at_second.transfer_us > at_first.transfer_us == 0
+            assert at_p.timings[5].cached_tokens > 0
         for process in (p, d):
             process.process.send_signal(signal.SIGTERM)
         assert await asyncio.gather(p.exit_code(), d.exit_code()) == [0, 0]
