@@ -9,6 +9,7 @@ from ...v1 import worker_pb2 as pb
 from .answer import WorkerReport
 from .inbox import Event, Failed, Gone, Inbox, Output
 from .merge import Merger
+from .parameters import request_field
 from .prompt_scores import PromptScores
 from .worker_session import RETRY_S, WorkerSession
 
@@ -166,9 +167,9 @@ class Flight:
                     fault = TwostrokeError(f"{part.session.name} did not tell the prompt's log-probabilities")
                     self._lost(part, Lost(fault, workers=(event.worker,)))
                 return self._merger.accept(output.first_index, output.tokens, output.finish)
-            case Failed(code=code, message=message):
+            case Failed():
                 part.lost = True
-                self._lost(part, self._failure(part, code, message))
+                self._lost(part, self._failure(part, event))
             case Gone(reason=reason):
                 part.lost = True
                 if part.decodes or not self._scores.complete:
@@ -183,10 +184,10 @@ class Flight:
         if self._error is None and (part.decodes or early):
             self._error = error
 
-    def _failure(self, part: Part, code: pb.FailureCode.ValueType, message: str) -> TwostrokeError | Lost:
-        text, worker = f"{part.session.name}: {message}", part.session.incarnation
+    def _failure(self, part: Part, failed: Failed) -> TwostrokeError | Lost:
+        code, text, worker = failed.code, f"{part.session.name}: {failed.message}", part.session.incarnation
         if code == pb.FAILURE_CODE_INVALID:
-            return InvalidRequest(message, field="input")
+            return InvalidRequest(failed.message, field=request_field(failed.field))
         if code == pb.FAILURE_CODE_DEADLINE:
             return DeadlineExceeded(text)
         if code == pb.FAILURE_CODE_DRAINING:

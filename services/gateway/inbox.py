@@ -28,6 +28,7 @@ class Failed:
     worker: int
     code: worker_pb2.FailureCode.ValueType
     message: str
+    field: str = ""  # that is wrong, as the worker calls it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,25 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import fields
 
 from ...engine.check_controls import leaves_nothing
 from ...engine.request import SamplingParams
 from ...errors import InvalidRequest
-from .generation import GenerationRequest
+from .generation import GenerationRequest, Sampling
 from .served_model import ServedModel
 from .validation import output_limit
 
+_REQUEST_FIELDS = {
+    "prompt_ids": "input",
+    "max_tokens": "stopping.max_tokens",
+    "min_tokens": "stopping.min_tokens",
+    "stop_token_ids": "stopping.token_ids",
+    "ignore_eos": "stopping.ignore_eos",
+    "samples": "n",
+    **{name: name for name in ("sampling", "logprobs", "prompt_logprobs")},
+    **{field.name: f"sampling.{field.name}" for field in fields(Sampling)},
+}
 MAX_PROMPT_ENTRIES = 250_000  # log-probabilities of a prompt: they go in one message, of at most about 3 MB
 
 
@@ -51,6 +62,11 @@ def complete_params(request: GenerationRequest, prompt_tokens: int, model: Serve
         min_tokens=stopping.min_tokens,
         prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def request_field(name: str) -> str | None:
+    """What the caller calls the field that a worker names; None where the caller has no such field."""
+    return _REQUEST_FIELDS.get(name)
 
 
 def check_prompt_logprobs(top: int | None, prompt_tokens: int) -> None:

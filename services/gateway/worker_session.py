@@ -109,7 +109,7 @@ class WorkerSession:
                 if failure.code == pb.FAILURE_CODE_DRAINING:
                     self.load.draining = True  # its next status may correct that
                 key = SequenceKey(self._gateway, failure.request, failure.sample, failure.attempt)
-                self._put(key, Failed(self.incarnation, failure.code, failure.message))
+                self._put(key, Failed(self.incarnation, failure.code, failure.message, failure.field))
             case "status":
                 self._report(message.status)
             case "cache":

@@ -13,6 +13,7 @@ from ..handover.handover import PeerAddress
 MAX_SALT_BYTES = 64
 MAX_ADDRESS = 256
 MAX_MESSAGE = 1000  # characters of a failure's text
+MAX_FIELD = 100  # characters of the name of its field
 ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_BOTH: "both"}
 
 
@@ -167,6 +168,11 @@ def pack_failure(key: SequenceKey, error: Exception) -> pb.FromWorker:
             code = pb.FAILURE_CODE_INTERNAL
     text = str(error) if isinstance(error, TwostrokeError) else f"internal error ({type(error).__name__})"
     failure = pb.Failure(
-        request=key.request, sample=key.sample, attempt=key.attempt, code=code, message=text[:MAX_MESSAGE]
+        request=key.request,
+        sample=key.sample,
+        attempt=key.attempt,
+        code=code,
+        message=text[:MAX_MESSAGE],
+        field=(error.field or "")[:MAX_FIELD] if isinstance(error, InvalidRequest) else "",
     )
     return pb.FromWorker(failure=failure)

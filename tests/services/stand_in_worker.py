@@ -35,6 +35,7 @@ class Script:
     tokens: list[int] = field(default_factory=lambda: list(range(10, 40)))
     mute_after: int = FOREVER  # says nothing after so many tokens
     fail: tuple[pb.FailureCode.ValueType, str] | None = None  # instead of going on after `mute_after` tokens
+    fail_field: str = ""  # that the failure names
     pause_s: float = 0.0  # before each token
     per_step: int = 1  # tokens a message
     first_tokens: bool = True  # PREFILL: sends token 0
@@ -218,6 +219,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         if faulty and script.fail is not None:
             code, text = script.fail
             failure = pb.Failure(request=key.request, sample=key.sample, attempt=key.attempt, code=code, message=text)
+            failure.field = script.fail_field
             outbox.put_nowait(pb.FromWorker(failure=failure))
             return
         await asyncio.Event().wait()  # until cancelled

@@ -16,7 +16,7 @@ from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
 from twostroke.v1 import worker_pb2 as wpb
 
-from ..cluster import Cluster, cluster, refusal, retry_s, text_request, token_ids, until
+from ..cluster import Cluster, cluster, field_of, refusal, retry_s, text_request, token_ids, until
 from ..stand_in_worker import EOS, Script, StandIn
 
 Code = grpc.StatusCode
@@ -307,6 +307,21 @@ async def test_a_decode_worker_s_failure_without_replay(
         await it.idle()
         await until(lambda: it.worker("p0").cancels.total() >= 1)
         assert not it.worker("d0").cancels
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("temperature", "sampling.temperature"), ("max_tokens", "stopping.max_tokens"), ("peer", ""), ("", "")],
+)
+@pytest.mark.parametrize("role", ["p0", "d0"])
+async def test_the_field_that_a_worker_refuses_is_told(tiny_llama_dir: Path, role: str, field: str, told: str) -> None:
+    workers = [prefill(mute_after=0), decode(mute_after=0)]
+    async with cluster(tiny_llama_dir, *workers) as it:
+        script = it.worker(role).script
+        script.fail, script.fail_field = (wpb.FAILURE_CODE_INVALID, "it refuses"), field
+        error = await refusal(it.collect(text_request()))
+        assert (error.code(), error.details(), field_of(error)) == (Code.INVALID_ARGUMENT, "it refuses", told)
+        await it.idle()
 
 
 async def test_a_prefill_worker_s_failure_before_token_0_ends_the_attempt(tiny_llama_dir: Path) -> None:

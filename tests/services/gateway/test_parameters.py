@@ -15,9 +15,11 @@ from twostroke.services.gateway.parameters import (
     bad_word_tokens,
     check_prompt_logprobs,
     complete_params,
+    request_field,
 )
 from twostroke.services.gateway.served_model import ServedModel
 from twostroke.services.settings import GatewaySettings
+from twostroke.v1 import inference_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,16 @@ def field_of(request: GenerationRequest, model: ServedModel, prompt: int = 10) -
     with pytest.raises(InvalidRequest) as caught:
         complete_params(request, prompt, model, 2048)
     return caught.value.field
+
+
+def test_what_a_worker_refuses_has_the_caller_s_name() -> None:
+    for field in [*(field.name for field in dataclasses.fields(SamplingParams)), "prompt_ids", "samples", "sampling"]:
+        message: Any = pb.GenerateRequest.DESCRIPTOR
+        for part in (request_field(field) or "").split("."):
+            assert part in message.fields_by_name, field
+            message = message.fields_by_name[part].message_type
+    for field in ("", "peer", "request", "first", "output_ids"):
+        assert request_field(field) is None
 
 
 def test_every_field_arrives(model: ServedModel) -> None:

@@ -186,7 +186,7 @@ def test_a_bad_entry_among_peers_is_left_out() -> None:
     ("error", "code", "text"),
     [
         (InvalidRequest("too long", field="prompt_ids"), pb.FAILURE_CODE_INVALID, "too long"),
-        (DeadlineExceeded("late"), pb.FAILURE_CODE_DEADLINE, "late"),
+        (DeadlineExceeded("late", field="no field of a request"), pb.FAILURE_CODE_DEADLINE, "late"),
         (HandoverExpired("writer gone"), pb.FAILURE_CODE_WRITER_LOST, "writer gone"),
         (Unavailable("draining"), pb.FAILURE_CODE_DRAINING, "draining"),
         (TwostrokeError("broken"), pb.FAILURE_CODE_INTERNAL, "broken"),
@@ -198,4 +198,5 @@ def test_failures(error: Exception, code: pb.FailureCode.ValueType, text: str) -
     key = SequenceKey(1, 2, 3, 4)
     failure = wire.pack_failure(key, error).failure
     assert (failure.code, failure.message) == (code, text)
+    assert failure.field == ("prompt_ids" if text == "too long" else "")
     assert wire.key_of(1, failure) == key
