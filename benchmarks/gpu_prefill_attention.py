@@ -33,6 +33,10 @@ WORST = 1e-2  # |result - reference| / |reference|
 POINTS = [(1, 0, 2048), (1, 0, 4096), (1, 0, 8192), (1, 0, 16384), (1, 8192, 8192), (16, 0, 2048)]
 
 SHAPES = {
+    "hopper 128x128": PrefillShape(128, 128, 8, 3, GROUP, hopper=True),
+    "hopper 128x128, 2 stages": PrefillShape(128, 128, 8, 2, GROUP, hopper=True),
+    "hopper 128x64, 4 stages": PrefillShape(128, 64, 8, 4, GROUP, hopper=True),
+    "hopper 128x128, a head a tile": PrefillShape(128, 128, 8, 3, 1, hopper=True),
     "128x64": PrefillShape(128, 64, 8, 3, GROUP),
     "128x64, 2 stages": PrefillShape(128, 64, 8, 2, GROUP),
     "128x64, q held": PrefillShape(128, 64, 8, 3, GROUP, held=True),

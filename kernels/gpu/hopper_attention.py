@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper_copies import COLUMNS, FLAT, copy_blocks
-from .hopper_turns import LOG2E, barrier, take_turns, weigh
+from .hopper_turns import LOG2E, as_operand, barrier, take_turns, weigh
 from .prefill_shape import PrefillShape
 
 MAX_ROW = 2**31  # of a pool seen as rows: the copies' coordinates are int32
@@ -77,7 +77,7 @@ def _compute(
     scores = hopper.warpgroup_mma(queries, k_block.permute((1, 0)), zeros, use_acc=False)
     shares, _, total, top = weigh(scores, total, top, positions, origin, True, factor, cap, window)
     mbarrier.wait(ready.index(1), 0)
-    weights = gl.convert_layout(shares.to(dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    weights = as_operand(shares, dtype, acc_layout)
     acc = gl.zeros([row_count, width], gl.float32, acc_layout)
     full_from = 1
     if window > 0:

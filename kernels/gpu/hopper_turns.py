@@ -49,6 +49,18 @@ def weigh(
 
 
 @gluon.jit
+def as_operand(shares, dtype: gl.constexpr, acc_layout: gl.constexpr):
+    """Weights [rows, block] as the products with V take them.
+
+    The move does nothing, but hinders the compiler from carrying them into the next turn unpacked, in twice the
+    registers, and from packing them while the operand before is in use.
+    """
+    packed = shares.to(dtype)
+    packed = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [packed], packed.dtype, is_pure=False, pack=2)
+    return gl.convert_layout(packed, gl.DotOperandLayout(0, acc_layout, 2))
+
+
+@gluon.jit
 def take_turns(
     acc,  # float32 [rows, width], scaled as the weights are
     weights,  # [rows, block] of block first - 1, as an operand
@@ -96,5 +108,5 @@ def take_turns(
         mbarrier.wait(ready.index((j + 1) % stages), ((j + 1) // stages) & 1)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))[:, None]
-        weights = gl.convert_layout(shares.to(queries.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+        weights = as_operand(shares, queries.dtype, acc_layout)
     return acc, weights, total, top

@@ -30,8 +30,9 @@ def prefill_shape(heads: int, kv_heads: int, head_dim: int, page_size: int, dtyp
     """The fastest measured one. Nothing else may enter the choice: results depend on it in the last bits."""
     group = heads // kv_heads
     pack = max(n for n in range(1, min(group, MAX_PACK) + 1) if group % n == 0)
-    if dtype == torch.float32:
-        return PrefillShape(rows=64, keys=32, warps=8, stages=1, pack=pack)
+    if dtype == torch.float32:  # products without matrix units, in many registers
+        wide = head_dim > 128
+        return PrefillShape(rows=32, keys=16 if wide else 32, warps=4 if wide else 8, stages=1, pack=pack)
     if head_dim > 128:
         return PrefillShape(rows=128, keys=64, warps=8, stages=2, pack=pack)
     return PrefillShape(rows=128, keys=64, warps=8, stages=3, pack=pack)
