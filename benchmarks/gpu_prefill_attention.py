@@ -1,7 +1,8 @@
 """Prefill attention on a GPU: shapes of the Triton kernel beside torch's fused kernels, in TFLOP/s.
 
-`python benchmarks/gpu_prefill_attention.py [--json FILE] [--quick]`. 32 query and 8 KV heads of 128, bf16, causal,
-pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not timed. About 80 s.
+`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|none] [--json FILE]`. 32 query and 8 KV heads of
+128, bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not timed.
+About 80 s.
 """
 
 import argparse
@@ -32,11 +33,7 @@ WORST = 1e-2  # |result - reference| / |reference|
 # (sequences, cached tokens, tokens of the chunk)
 POINTS = [(1, 0, 2048), (1, 0, 4096), (1, 0, 8192), (1, 0, 16384), (1, 8192, 8192), (16, 0, 2048)]
 
-SHAPES = {
-    "hopper 128x128": PrefillShape(128, 128, 8, 3, GROUP, hopper=True),
-    "hopper 128x128, 2 stages": PrefillShape(128, 128, 8, 2, GROUP, hopper=True),
-    "hopper 128x64, 4 stages": PrefillShape(128, 64, 8, 4, GROUP, hopper=True),
-    "hopper 128x128, a head a tile": PrefillShape(128, 128, 8, 3, 1, hopper=True),
+PLAIN = {
     "128x64": PrefillShape(128, 64, 8, 3, GROUP),
     "128x64, 2 stages": PrefillShape(128, 64, 8, 2, GROUP),
     "128x64, q held": PrefillShape(128, 64, 8, 3, GROUP, held=True),
@@ -49,6 +46,13 @@ SHAPES = {
     "64x64, 4 warps": PrefillShape(64, 64, 4, 2, GROUP),
     "64x128, 4 warps": PrefillShape(64, 128, 4, 2, GROUP),
 }
+HOPPER = {
+    "hopper 128x128": PrefillShape(128, 128, 8, 3, GROUP, hopper=True),
+    "hopper 128x128, 2 stages": PrefillShape(128, 128, 8, 2, GROUP, hopper=True),
+    "hopper 128x64, 4 stages": PrefillShape(128, 64, 8, 4, GROUP, hopper=True),
+    "hopper 128x128, a head a tile": PrefillShape(128, 128, 8, 3, 1, hopper=True),
+}
+SHAPES = {"plain": PLAIN, "hopper": HOPPER, "none": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ def at_once(point: Point, backend: SDPBackend) -> Callable[[], object]:
     return run
 
 
-def ways(point: Point) -> dict[str, Callable[[], object]]:
+def ways(point: Point, shapes: dict[str, PrefillShape]) -> dict[str, Callable[[], object]]:
     """The engine's own first, the peers next, other shapes last. At 2k the copy of the peers' output is some 2%."""
     engine = prefill_shape(HEADS, KV_HEADS, HEAD_DIM, PAGE, DTYPE)
     found = {"engine": paged(point, engine)}
@@ -172,19 +176,19 @@ def ways(point: Point) -> dict[str, Callable[[], object]]:
     if point.start == 0 and point.sequences > 1:
         found["cudnn, at once"] = at_once(point, SDPBackend.CUDNN_ATTENTION)
         found["flash, at once"] = at_once(point, SDPBackend.FLASH_ATTENTION)
-    return found | {name: paged(point, shape) for name, shape in SHAPES.items()}
+    return found | {name: paged(point, shape) for name, shape in shapes.items()}
 
 
 def error(result: Tensor, expected: Tensor) -> float:
     return float((result.float() - expected).norm() / expected.norm())
 
 
-def measure(point: Point, quick: bool, ends: float, console: Console) -> dict[str, float]:
+def measure(point: Point, shapes: dict[str, PrefillShape], ends: float, console: Console) -> dict[str, float]:
     """TFLOP/s of each way that is right."""
     expected = reference(point)
     rates: dict[str, float] = {}
-    for name, run in ways(point).items():
-        if name in SHAPES and (quick or time.monotonic() > ends):
+    for name, run in ways(point, shapes).items():
+        if name in shapes and time.monotonic() > ends:
             continue
         try:
             point.out.fill_(float("nan"))
@@ -237,13 +241,13 @@ def record(recorder: Recorder, point: Point, rates: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="append records to this file")
-    parser.add_argument("--quick", action="store_true", help="only the engine's own shape and the peers")
+    parser.add_argument("--shapes", choices=SHAPES, default="plain", help="beside the engine's own and the peers")
     arguments = parser.parse_args()
     console, ends = Console(width=150), time.monotonic() + LIMIT_S
     recorder = Recorder(str(arguments.json.resolve().with_suffix(""))) if arguments.json else None
     results: dict[str, dict[str, float]] = {}
     for point in (make(*sizes) for sizes in POINTS):
-        rates = results[point.name] = measure(point, arguments.quick, ends, console)
+        rates = results[point.name] = measure(point, SHAPES[arguments.shapes], ends, console)
         if recorder:
             record(recorder, point, rates)
     table = Table("TFLOP/s", *results, title=torch.cuda.get_device_name())
