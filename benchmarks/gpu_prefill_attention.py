@@ -1,7 +1,7 @@
 """Prefill attention on a GPU: shapes of the Triton kernel beside torch's fused kernels, in TFLOP/s.
 
-`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|none] [--json FILE]`. 32 query and 8 KV heads of
-128, bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not timed.
+`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|none] [--json FILE]`. 32 query and 8 KV heads of 128,
+bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not timed.
 About 80 s.
 """
 
