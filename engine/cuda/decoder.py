@@ -21,7 +21,7 @@ from ..rope_config import Rope
 from ..rope_scaling import frequencies
 from ..weights import LayerWeights, Weights
 from .buffers import Buffers
-from .matrices import Matrices
+from .matrices import Matrices, dependent_launch
 from .state import DeviceState
 
 
@@ -49,6 +49,7 @@ class CudaDecoder:
         self._layers = list(pool.unbind(0))
         self._state = state
         self.buffers = Buffers(config, options, pool.dtype, pool.device)
+        self._pdl = dependent_launch(pool.device)
         self._multiply = Matrices(weights, options, pool.dtype, pool.device)
         self._page_size = pool.shape[-2]
         self._q_width = config.heads * config.head_dim
@@ -84,7 +85,7 @@ class CudaDecoder:
         added: Tensor | None = None
         post: Tensor | None = None
         for i, layer in enumerate(self._weights.layers):
-            add_norm(hidden, added, layer.attention_norm, eps, normed, post)
+            add_norm(hidden, added, layer.attention_norm, eps, normed, post, pdl=self._pdl)
             if observe is not None:
                 observe(hidden)
             attended = self._attention(i, layer, step, normed, written)
@@ -94,10 +95,10 @@ class CudaDecoder:
                 if not len(hidden):
                     return normed
             self._multiply(attended, layer.o, delta)
-            add_norm(hidden, delta, layer.mlp_norm, eps, normed, layer.attention_post_norm)
+            add_norm(hidden, delta, layer.mlp_norm, eps, normed, layer.attention_post_norm, pdl=self._pdl)
             self._mlp(layer, normed, delta)
             added, post = delta, layer.mlp_post_norm
-        add_norm(hidden, added, self._weights.norm, eps, normed, post)
+        add_norm(hidden, added, self._weights.norm, eps, normed, post, pdl=self._pdl)
         if observe is not None:
             observe(hidden)
         return normed
@@ -137,6 +138,7 @@ class CudaDecoder:
             page_size=self._page_size,
             eps=config.norm_eps,
             qk_norm=layer.qk_norm,
+            pdl=self._pdl,
         )
         if written is not None:
             written(i)
@@ -156,6 +158,7 @@ class CudaDecoder:
                 scale=config.attention_scale,
                 cap=config.attention_cap,
                 window=window,
+                pdl=self._pdl,
             )
         prefill_attention(
             queries,
@@ -177,7 +180,7 @@ class CudaDecoder:
         rows = normed.shape[0]
         gate_up, activated = self.buffers.gate_up[:rows], self.buffers.activated(rows)
         self._multiply(normed, layer.gate_up, gate_up)
-        gated(gate_up, activated, self._config.activation)
+        gated(gate_up, activated, self._config.activation, pdl=self._pdl)
         self._multiply(activated, layer.down, out)
 
     def _pick(self, rows: Tensor, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,9 @@ class Draws:
         if top:
             values, ids = self._values[:count, :top], self._ids[:count, :top]
             logprobs(logits, tokens, top - 1, values, ids, self._scratch)
-            host.values[:count, :top].copy_(values, non_blocking=True)
-            host.ids[:count, :top].copy_(ids, non_blocking=True)
+            # Whole rows: a copy that is not contiguous goes through memory that is not pinned, and waits.
+            host.values[:count].copy_(self._values[:count], non_blocking=True)
+            host.ids[:count].copy_(self._ids[:count], non_blocking=True)
         if host.event is not None:
             host.event.record()
         return DrawnStep(host.event, draws, host, top)

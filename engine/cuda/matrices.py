@@ -16,7 +16,8 @@ class Matrices:
     """out = x W^T + b, into memory that is given."""
 
     def __init__(self, weights: Weights, options: EngineOptions, dtype: torch.dtype, device: torch.device) -> None:
-        self._table = GemmTable.packaged(device) if device.type == "cuda" else GemmTable()
+        pdl = dependent_launch(device)
+        self._table = GemmTable.packaged(device, pdl=pdl) if device.type == "cuda" else GemmTable()
         self._invariant = options.batch_invariant
         shapes = sorted({(linear.out_features, linear.in_features) for linear in _all(weights)})
         self._workspace = (
@@ -31,6 +32,11 @@ class Matrices:
             invariant_linear_(x, linear.weight(), linear.bias, out, self._workspace)
             return
         linear_(x, linear.weight(), linear.bias, out, self._table, self._workspace)
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start while the one in front of them ends (Hopper's programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _all(weights: Weights) -> Iterable[Linear]:

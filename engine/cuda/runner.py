@@ -12,6 +12,7 @@ from ...kernels.gpu.page_copy import copy_pages
 from ...kernels.gpu.prefill_attention import prefill_tiles
 from ...kernels.gpu.prefill_shape import prefill_shape
 from ...kernels.gpu.state import keep_tokens, set_table
+from ...errors import InvalidRequest
 from ..batch import Computed, Launched, LayerHook, Row
 from ..config import EngineOptions
 from ..model_config import ModelConfig
@@ -190,6 +191,9 @@ class CudaRunner:
 
         `observe`: as in `CudaDecoder.hidden`. Writes over the first pages of the pool: only where no sequence runs.
         """
+        if len(token_ids) > self._options.token_budget:
+            most = self._options.token_budget
+            raise InvalidRequest(f"{len(token_ids)} tokens to trace, at most {most} (token_budget)", field="prompt")
         pages = list(range(1, 2 + len(token_ids) // self._page_size))
         row = Row(SequenceKey(0, 0, 0, 0), list(token_ids), 0, pages, SamplingParams(), False)
         with torch.cuda.stream(self._stream):
@@ -197,7 +201,10 @@ class CudaRunner:
             normed = self._decoder.hidden(step, observe=observe)
             most = self._options.max_batch
             parts = [self._decoder.head(normed[i : i + most]).clone() for i in range(0, len(token_ids), most)]
-            return torch.cat(parts)
+            logits = torch.cat(parts)
+        if self._stream is not None:  # the caller goes on on its own
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return logits
 
 
 def _scored(layout: _Layout, rows: list[Row]) -> list[int]:

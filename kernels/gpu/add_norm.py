@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .overlap import after_the_one_in_front
 
 _THREAD_ELEMENTS = 8  # two 16-byte accesses of the stream, one of the 16-bit tensors
 _MAX_WARPS = 16
@@ -32,8 +33,7 @@ def _add_norm_kernel(
     inside = columns < width
     gain = tl.load(weight + columns, mask=inside, other=0.0)  # ahead of all barriers, which no load crosses
     if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+        row += after_the_one_in_front()
     x = tl.load(hidden + row + columns, mask=inside, other=0.0)
     if delta is not None:
         d = tl.load(delta + row + columns, mask=inside, other=0.0).to(tl.float32)

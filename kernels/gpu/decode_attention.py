@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode_plan import DecodeLaunch, DecodePlan, decode_launch
+from .overlap import after_the_one_in_front
 
 MIN_HEADS = 16  # rows that tl.dot needs
 
@@ -64,8 +64,7 @@ def _merge_kernel(
     first = tl.load(spans + 2 * row)
     count = tl.load(spans + 2 * row + 1)
     if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+        first += after_the_one_in_front()
     if count == 1:  # written by the attention kernel itself
         return
     head = tl.program_id(0) % heads + tl.arange(0, 1)
@@ -112,8 +111,9 @@ def _decode_kernel(
     lane = tl.arange(0, block_n) if block_n > page_size else 0
     page = tl.load(table + (begin + lane) // page_size, mask=begin + lane < end, other=0)
     if pdl:  # the plan and the tables are older than the kernel before this one
-        gdc_wait()
-        gdc_launch_dependents()
+        zero = after_the_one_in_front()
+        q += zero
+        pool += zero
     query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * head_dim + d[None, :], mask=mine, other=0.0)
 
     m = tl.full([block_h], float("-inf"), tl.float32)

@@ -5,7 +5,8 @@ from typing import Literal
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .overlap import after_the_one_in_front
 
 _BLOCK = 2048
 _WARPS = 4  # 16 elements a thread: two 16-byte loads of the gate and two of the other half in flight
@@ -20,13 +21,12 @@ def _gated_kernel(
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < inner
     source = gate_up + row * (2 * inner) + columns
+    if pdl:
+        source += after_the_one_in_front()
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
     if gelu:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with no cancellation

@@ -23,7 +23,7 @@ def _gemv_kernel(
     row = tl.arange(0, BLOCK_N)
     element = tl.arange(0, BLOCK_K)
     if PDL:
-        start_with_weight(weight, first_row, 0, n, k, BLOCK_N, BLOCK_K, PREFETCH)
+        x += start_with_weight(weight, first_row, 0, n, k, BLOCK_N, BLOCK_K, PREFETCH)
     w_at = weight + first_row.to(tl.int64) * k + tl.minimum(row, n - 1 - first_row)[:, None] * k + element[None, :]
     x_at = x + x_row * x_stride + element
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .overlap import after_the_one_in_front
 
 _HALF_ELEMENTS = 1024  # of a program's first halves: one 16-byte access of 8 elements a thread
 _WARPS = 4
@@ -53,8 +54,7 @@ def _rope_write_kernel(
     cos = tl.load(turn, mask=in_half, other=0.0)
     sin = tl.load(turn + half, mask=in_half, other=0.0)
     if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
+        source += after_the_one_in_front()
         raw1 = tl.load(source + column, mask=known & in_half, other=0.0)
         raw2 = tl.load(source + half + column, mask=known & in_half, other=0.0)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)

@@ -118,7 +118,7 @@ def tiles_kernel(
     begin = _share_begin(lane, base, rest)
     end = _share_begin(lane + 1, base, rest)
     if PDL:
-        start_with_weight(
+        begin += start_with_weight(
             weight_pointer, begin // depth * BLOCK_N, begin % depth * BLOCK_K, n, k, BLOCK_N, BLOCK_K, PREFETCH
         )
     done = begin
@@ -155,7 +155,7 @@ def flat_kernel(
     begin = _share_begin(lane, base, rest)
     end = _share_begin(lane + 1, base, rest)
     if PDL:
-        start_with_weight(
+        begin += start_with_weight(
             weight_pointer, begin // depth * BLOCK_N, begin % depth * BLOCK_K, n, k, BLOCK_N, BLOCK_K, PREFETCH
         )
     tile = begin // depth

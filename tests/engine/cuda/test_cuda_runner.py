@@ -1,4 +1,4 @@
-"""The GPU's runner, on a GPU or under Triton's interpreter, against the plain one: the same tokens of the same steps."""
+"""The runner on a GPU, or under Triton's interpreter, against the plain one: the same tokens of the same steps."""
 
 import importlib.util
 from dataclasses import replace
