@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, so that two cores serve many processes; without a GPU, Triton's interpreter."""
+"""Shared by all tests: one torch thread, as two cores serve many processes; without a GPU, Triton's interpreter."""
 
 import os
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import InvalidRequest
 from ...kernels.gpu.page_copy import copy_pages
 from ...kernels.gpu.prefill_attention import prefill_tiles
 from ...kernels.gpu.prefill_shape import prefill_shape
 from ...kernels.gpu.state import keep_tokens, set_table
-from ...errors import InvalidRequest
 from ..batch import Computed, Launched, LayerHook, Row
 from ..config import EngineOptions
 from ..model_config import ModelConfig
