@@ -14,17 +14,23 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
 
-def test_flags() -> None:
+def parameters() -> list[click.Parameter]:
+    """Of all commands."""
     groups = [command for command in main.commands.values() if isinstance(command, click.Group)]
     commands = [*main.commands.values(), *(command for group in groups for command in group.commands.values())]
-    known = {word for command in commands for option in command.params for word in option.opts}
+    return [parameter for command in commands for parameter in command.params]
+
+
+def test_flags() -> None:
+    known = {word for parameter in parameters() for word in parameter.opts}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) - {"--build"}  # docker's
     assert len(named) > 15
     assert named <= known
 
 
 def test_variables_and_commands() -> None:
-    assert set(re.findall(r"TWOSTROKE_\w+", TEXT)) <= setting_variables() | {WHEEL_VARIABLE}
+    of_options = {parameter.envvar for parameter in parameters() if isinstance(parameter.envvar, str)}
+    assert set(re.findall(r"TWOSTROKE_\w+", TEXT)) <= setting_variables() | of_options | {WHEEL_VARIABLE}
     for line in re.findall(r"`?twostroke ([a-z]+)[ `\n]", TEXT):
         assert isinstance(main.commands.get(line), click.Command), line
 
