@@ -12,6 +12,7 @@ from ...kernels.gpu.decode_plan import DecodePlan, decode_target_items, plan_dec
 from ...kernels.gpu.embed import embed
 from ...kernels.gpu.gated import gated, soft_cap_
 from ...kernels.gpu.prefill_attention import prefill_attention
+from ...kernels.gpu.prefill_shape import prefill_shape
 from ...kernels.gpu.rope_write import rope_write
 from ...kernels.rope import rope_angles
 from ..config import EngineOptions
@@ -34,6 +35,7 @@ class StepTensors:
     positions: Tensor  # int32 [tokens]
     singles: int
     tiles: Tensor  # int32 [tiles, 4], of the tokens behind the singles
+    last_tiles: Tensor  # the same for the last layer: of those that are picked
     picked: Tensor | None = None  # int64 [rows]: tokens whose successor is drawn, or scored; None: all
 
 
@@ -52,6 +54,15 @@ class CudaDecoder:
         self._pdl = dependent_launch(pool.device)
         self._multiply = Matrices(weights, options, pool.dtype, pool.device)
         self._page_size = pool.shape[-2]
+        self.prefill_shape = prefill_shape(
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            self._page_size,
+            pool.dtype,
+            hopper=self._pdl and torch.cuda.get_device_capability(pool.device) == (9, 0),
+            packed=options.batch_invariant,
+        )
         self._q_width = config.heads * config.head_dim
         self._windows = [kind.window if kind.window < config.context_length else 0 for kind in config.layer_kinds]
         self._angles = {kind.rope: _angles(kind.rope, config.context_length, pool.device) for kind in config.kinds}
@@ -164,7 +175,7 @@ class CudaDecoder:
             queries,
             self._layers[i],
             self._state.tables,
-            step.tiles,
+            step.last_tiles if i == config.layers - 1 else step.tiles,
             out,
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -172,6 +183,7 @@ class CudaDecoder:
             scale=config.attention_scale,
             cap=config.attention_cap,
             window=window,
+            shape=self.prefill_shape,
         )
         return out
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...errors import InvalidRequest
 from ...kernels.gpu.page_copy import copy_pages
 from ...kernels.gpu.prefill_attention import prefill_tiles
-from ...kernels.gpu.prefill_shape import prefill_shape
 from ...kernels.gpu.state import keep_tokens, set_table
 from ..batch import Computed, Launched, LayerHook, Row
 from ..config import EngineOptions
@@ -63,10 +62,9 @@ class CudaRunner:
         self._state = DeviceState(options.max_batch, max_pages, pool.device)
         self._decoder = CudaDecoder(config, weights, options, pool, self._state)
         self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device)
-        shape = prefill_shape(config.heads, config.kv_heads, config.head_dim, options.page_size, pool.dtype)
-        self._tile = shape.tokens
+        self._tile = self._decoder.prefill_shape.tokens
         budget = options.token_budget
-        self._staging = Staging(8 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
+        self._staging = Staging(16 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
         self._updates = Staging(3 * MAX_UPDATES, pool.device)
         self._stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
@@ -140,7 +138,8 @@ class CudaRunner:
                 tiles += (slot, i, 1, positions[i])
         sizes = [size, size, size, 4 * size if self._invariant else 0]
         sent = self._staging.send([tokens, layout.slots, positions, tiles], sizes)
-        return StepTensors(sent[0], sent[1], sent[2], 0 if self._invariant else size, sent[3].view(-1, 4))
+        tiled = sent[3].view(-1, 4)
+        return StepTensors(sent[0], sent[1], sent[2], 0 if self._invariant else size, tiled, tiled)
 
     def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor]:
         """The step, and the slots of its draws."""
@@ -154,14 +153,20 @@ class CudaRunner:
         spans = [span for span in described if span[2] > 1 or self._invariant]
         tiles = [number for tile in prefill_tiles(spans, self._tile) for number in tile]
         picked = [layout.firsts[id(row)] + len(row.token_ids) - 1 for row in rows if row.sample]
-        picked += _scored(layout, rows)
+        scored = _scored(layout, rows)
+        last = (
+            [] if scored else [(slots[i], i, 1, positions[i]) for i in picked if i >= layout.singles or self._invariant]
+        )
+        picked += scored
         slot_of = {id(row): slot for row, slot in zip(layout.rows, layout.slots, strict=True)}
         # Samples of one prompt have no slots of their own yet: slot 0 is nobody's.
         own = [slot_of[id(row)] if row.samples == 1 else 0 for row in rows if row.sample for _ in range(row.samples)]
-        parts = [tokens, slots, positions, tiles, picked, own]
+        last_tiles = tiles if scored else [int(number) for tile in last for number in tile]
+        parts = [tokens, slots, positions, tiles, picked, own, last_tiles]
         sent = self._staging.send(parts, [len(part) for part in parts])
         singles = 0 if self._invariant else layout.singles
-        return StepTensors(sent[0], sent[1], sent[2], singles, sent[3].view(-1, 4), sent[4]), sent[5]
+        cut = sent[3].view(-1, 4), sent[6].view(-1, 4)
+        return StepTensors(sent[0], sent[1], sent[2], singles, *cut, sent[4]), sent[5]
 
     @torch.inference_mode()
     def capture(self, told: Callable[[int, int], None] | None = None) -> None:
@@ -197,7 +202,8 @@ class CudaRunner:
         pages = list(range(1, 2 + len(token_ids) // self._page_size))
         row = Row(SequenceKey(0, 0, 0, 0), list(token_ids), 0, pages, SamplingParams(), False)
         with torch.cuda.stream(self._stream):
-            step = replace(self._send(self._arrange([row]), [row])[0], picked=None)
+            step = self._send(self._arrange([row]), [row])[0]
+            step = replace(step, picked=None, last_tiles=step.tiles)
             normed = self._decoder.hidden(step, observe=observe)
             most = self._options.max_batch
             parts = [self._decoder.head(normed[i : i + most]).clone() for i in range(0, len(token_ids), most)]

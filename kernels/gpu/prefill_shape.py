@@ -26,9 +26,23 @@ class PrefillShape:
         return self.rows // self.pack
 
 
-def prefill_shape(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> PrefillShape:
-    """The fastest measured one. Nothing else may enter the choice: results depend on it in the last bits."""
+def prefill_shape(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    hopper: bool = False,
+    packed: bool = False,
+) -> PrefillShape:
+    """The fastest measured one. Nothing else may enter the choice: results depend on it in the last bits.
+
+    `hopper`: the device has compute capability 9.0; `packed`: for tiles of few tokens, query heads share one.
+    """
     group = heads // kv_heads
+    if hopper and not packed and dtype != torch.float32 and head_dim <= 128:
+        return PrefillShape(rows=128, keys=128, warps=8, stages=3, pack=1, hopper=True)
     pack = max(n for n in range(1, min(group, MAX_PACK) + 1) if group % n == 0)
     if dtype == torch.float32:  # products without matrix units, in many registers
         wide = head_dim > 128
