@@ -23,7 +23,7 @@ class Matrices:
         self._workspace = (
             invariant_workspace(device, shapes, options.token_budget, dtype)
             if self._invariant
-            else self._table.workspace(device, shapes, options.max_batch, dtype)
+            else self._table.workspace(device, shapes, options.token_budget, dtype)
         )
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor) -> None:

@@ -76,8 +76,9 @@ def _rope_write_kernel(
         if rest:
             x3 *= inverse * tl.load(weight + rotary_dim + rest_column, mask=rotates & in_rest, other=0.0)
             raw3 = tl.where(rotates, x3.to(dtype), raw3)
-    y1 = tl.where(rotates, (x1 * cos - x2 * sin).to(dtype), raw1)
-    y2 = tl.where(rotates, (x2 * cos + x1 * sin).to(dtype), raw2)
+    # Fused by name: else the compiler chooses which product is rounded, not always the same one.
+    y1 = tl.where(rotates, tl.fma(x1, cos, -(x2 * sin)).to(dtype), raw1)
+    y2 = tl.where(rotates, tl.fma(x2, cos, x1 * sin).to(dtype), raw2)
 
     # K heads, then V heads: as in a page.
     place = page * (2 * kv_heads * page_size) + (head - heads).to(tl.int64) * page_size + position % page_size
