@@ -14,7 +14,8 @@ from twostroke.kernels.gpu.gemm import Config, GemmWorkspace, gemm
 CEILING = 4.24e12  # bytes/s, measured
 ROTATED = 300e6  # bytes of copies of a weight, several times the L2 cache
 GIVE_UP = 1.3  # times the best
-WORTH = 0.98  # of cuBLAS's time; above it cuBLAS stays
+EARLY_US = 1.2  # what starting before the kernel in front has ended is worth, at few rows: cuBLAS cannot
+FEW_ROWS = 64
 DTYPE = torch.bfloat16
 
 
@@ -90,7 +91,7 @@ class Point:
     @property
     def chosen(self) -> Config | None:
         """Ours, where it is worth it."""
-        return self.config if self.us < WORTH * self.cublas_us else None
+        return self.config if self.us < self.cublas_us + (EARLY_US if self.m <= FEW_ROWS else 0) else None
 
     @property
     def best_us(self) -> float:

@@ -221,7 +221,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     add_engine_arguments(parser)
-    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--token-budget", type=int, default=8448)
     parser.add_argument("--decode", type=point, nargs="*", default=list(DECODE), metavar="BATCHxCONTEXT")
     parser.add_argument("--prefill", type=point, nargs="*", default=list(PREFILL), metavar="PROMPTSxTOKENS")
     parser.add_argument("--idle", type=point, default=(256, 1024), metavar="BATCHxCONTEXT")

@@ -188,11 +188,11 @@ def main() -> None:
     deadline = time.monotonic() + BUDGET
     pool = torch.randn(POOL_PAGES, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     share = decode_target_items(KV_HEADS, torch.cuda.get_device_properties(DEVICE).multi_processor_count if gpu else 2)
-    usual = Variant(decode_launch(HEAD_DIM, DTYPE.itemsize), share)
     recorder, copy = Recorder("gpu", args.json), copy_rate()
-    print(f"copy {copy / 1e12:.3f} TB/s; usual: {usual}")
+    print(f"copy {copy / 1e12:.3f} TB/s; the engine's choice first")
     batches = [(rows, str(context), [context] * rows) for rows, context in POINTS] + [(64, "mixed", mixed(64))]
     for rows, context, lengths in batches if gpu else [(2, "300", [300, 77])]:
+        usual = Variant(decode_launch(HEAD_DIM, DTYPE.itemsize, rows), share)
         point = Point(pool, lengths)
         taken = sweep(point, usual, share, deadline)
         ranked = sorted(taken, key=lambda variant: taken[variant])

@@ -9,7 +9,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 BY_DEVICE = {
     "page_size": {"cpu": 16, "cuda": 64},
-    "token_budget": {"cpu": 512, "cuda": 8192},
+    "token_budget": {"cpu": 512, "cuda": 8192 + 256},  # a chunk of 8k beside a full batch
     "max_batch": {"cpu": 64, "cuda": 256},
     "kv_memory": {"cpu": 1 << 30, "cuda": 0},
 }

@@ -9,6 +9,7 @@ from .block_pool import BlockPool
 from .config import EngineOptions
 from .integrity import check_integrity
 from .load import Load
+from .page_waste import PageUse
 from .postprocess import Flight, Postprocessor
 from .prefix_cache import root_digest
 from .request import FinishReason, Request, SequenceKey, SequenceOutput, SequenceTimings, StepResult, Token, sample_keys
@@ -49,6 +50,7 @@ class EngineCore:
             self._roster, runner, self._scheduler.admission.output_length, eos_token_ids=eos_token_ids, clock=clock
         )
         self._flight: Flight | None = None  # the step on its way
+        self._page_use = PageUse(options.page_size)
         self._added = 0
         self._steps = 0
         self._next_deadline = float("inf")  # none is earlier
@@ -193,6 +195,7 @@ class EngineCore:
             self._take_in(flight, result)
         else:
             self._flight = flight
+        self._page_use.look(self._roster.admitted())
         return result
 
     def _launch(self, plan: Schedule, hook: LayerHook | None) -> Flight:
@@ -232,6 +235,9 @@ class EngineCore:
             waiting_tokens=roster.waiting.prompt_tokens + prompts,
             steps=self._steps,
             prefilled_tokens=self._postprocessor.prefilled_tokens,
+            covered_positions=self._page_use.covered,
+            unused_positions=self._page_use.unused,
+            mean_length=self._page_use.mean_length,
         )
 
     def state_of(self, key: SequenceKey) -> State | None:

@@ -197,7 +197,7 @@ class WorkerSettings(Settings):
     max_output: int = Field(0, ge=0, le=_TOKENS)
     """Most output tokens of a sequence; 0: the model's context."""
     token_budget: int | None = Field(None, ge=16, le=1 << 20)
-    """Tokens computed in one step, decoding ones counted in. By device: 512 on a CPU, 8192 on a GPU."""
+    """Tokens computed in one step, decoding ones counted in. By device: 512 on a CPU, 8448 on a GPU."""
     decode_prefill_budget: int = Field(128, ge=1, le=1 << 20)
     """Of these, prompt tokens that a decode worker computes."""
     reserve: Reserve = "expected"

@@ -11,13 +11,19 @@ from ..config import EngineOptions
 from ..linear import Linear
 from ..weights import Weights
 
+PREFETCH = 2  # blocks of a weight that are asked for while the kernel in front ends
+
 
 class Matrices:
     """out = x W^T + b, into memory that is given."""
 
     def __init__(self, weights: Weights, options: EngineOptions, dtype: torch.dtype, device: torch.device) -> None:
         pdl = dependent_launch(device)
-        self._table = GemmTable.packaged(device, pdl=pdl) if device.type == "cuda" else GemmTable()
+        self._table = (
+            GemmTable.packaged(device, pdl=pdl, prefetch=PREFETCH if pdl else 0)
+            if device.type == "cuda"
+            else GemmTable()
+        )
         self._invariant = options.batch_invariant
         shapes = sorted({(linear.out_features, linear.in_features) for linear in _all(weights)})
         self._workspace = (

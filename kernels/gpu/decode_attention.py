@@ -220,7 +220,7 @@ def decode_attention(
     items = plan.items_of(rows)
     if items > scratch.partial.shape[0] or scratch.partial.shape[1:] != (heads, head_dim):
         raise ValueError(f"{items} items of {heads} heads of {head_dim} in a scratch of {list(scratch.partial.shape)}")
-    launch = launch or decode_launch(head_dim, pool.element_size())
+    launch = launch or decode_launch(head_dim, pool.element_size(), rows)
     group, block_d = heads // kv_heads, triton.next_power_of_2(head_dim)
     merge_heads = min(MIN_HEADS, triton.next_power_of_2(group))
     rate = scale * math.log2(math.e)  # of a product in the exponent of 2

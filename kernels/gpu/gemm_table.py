@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .gemm import Config, GemmWorkspace, gemm
 
+PREFETCHED_ROWS = 64  # most rows of a product that asks for its weight early
 PACKAGED = Path(__file__).with_name("gemm_table.json")
 NEAR = 1.0  # how far a shape may be from a tuned one to share its choice: |log2| of the ratios of n and of k, summed
 
@@ -37,7 +38,7 @@ class GemmTable:
     """Chooses a `Config`, or None for cuBLAS. Without entries, and with more rows than were tuned, always None."""
 
     def __init__(self, entries: Iterable[Entry] = (), *, pdl: bool = False, prefetch: int = 0) -> None:
-        """`pdl`, `prefetch`: as of `Config`, for all choices; they change no result."""
+        """`pdl`, `prefetch`: as of `Config`, for all choices (`prefetch` for those of few rows); they change no result."""
         self._pdl, self._prefetch = pdl, prefetch
         self._shapes: dict[tuple[int, int, int], dict[int, Config | None]] = {}  # by (n, k, bits), then by rows
         for entry in sorted(entries, key=lambda entry: entry.m):
@@ -77,7 +78,11 @@ class GemmTable:
         if shape is None:
             return None
         config = next((config for rows, config in self._shapes[shape].items() if rows >= m), None)
-        return None if config is None else replace(config, pdl=self._pdl, prefetch=self._prefetch)
+        if config is None:
+            return None
+        # Measured: it pays where a tile waits for its weight alone, not where each program reads a few rows of it.
+        few = config.block_m > 1 and m <= PREFETCHED_ROWS
+        return replace(config, pdl=self._pdl, prefetch=self._prefetch if few else 0)
 
     def _nearest(self, n: int, k: int, bits: int) -> tuple[int, int, int] | None:
         if (n, k, bits) in self._shapes:

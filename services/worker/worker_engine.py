@@ -55,6 +55,12 @@ class WorkerEngine:
     def load(self) -> None:
         """Finds the model (it may have to be downloaded) and builds the engine. Raises ConfigError with the remedy."""
         settings, options, times = self._settings, self._settings.engine_options(), StartTimes()
+        if settings.role != "both" and options.device_type != "cpu":
+            raise ConfigError(
+                f"device: a {settings.role} worker on {options.device} has no transport for its KV yet; run workers of "
+                "both roles there (`twostroke both`, or `twostroke up --prefill 0 --decode 0 --both 1`)",
+                field="device",
+            )
         removed = sweep(settings.shm_dir)
         if removed:
             log.info("removed %d KV pools of dead workers from %s", removed, settings.shm_dir)

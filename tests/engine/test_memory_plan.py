@@ -166,9 +166,9 @@ def test_no_graphs_where_none_are_wanted():
 
 def test_the_workspace_is_the_sum_of_its_buffers():
     buffers = footprint.workspace(LLAMA_8B, CUDA)
-    assert buffers["hidden"] == 8192 * 4096 * 4
-    assert buffers["qkv"] == 8192 * 48 * 128 * 2
-    assert buffers["gate_up"] == 8192 * 2 * 14336 * 2
+    assert buffers["hidden"] == 8448 * 4096 * 4
+    assert buffers["qkv"] == 8448 * 48 * 128 * 2
+    assert buffers["gate_up"] == 8448 * 2 * 14336 * 2
     assert buffers["logits"] == 256 * 128256 * 2
     assert buffers["block_tables"] == 513 * 2049 * 4
     assert footprint.workspace_bytes(LLAMA_8B, CUDA) == sum(buffers.values())

