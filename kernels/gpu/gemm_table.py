@@ -38,7 +38,7 @@ class GemmTable:
     """Chooses a `Config`, or None for cuBLAS. Without entries, and with more rows than were tuned, always None."""
 
     def __init__(self, entries: Iterable[Entry] = (), *, pdl: bool = False, prefetch: int = 0) -> None:
-        """`pdl`, `prefetch`: as of `Config`, for all choices (`prefetch` for those of few rows); they change no result."""
+        """`pdl`, `prefetch` (for few rows): as of `Config`, for all choices; they change no result."""
         self._pdl, self._prefetch = pdl, prefetch
         self._shapes: dict[tuple[int, int, int], dict[int, Config | None]] = {}  # by (n, k, bits), then by rows
         for entry in sorted(entries, key=lambda entry: entry.m):
