@@ -10,6 +10,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 STAMP = {"bench", "value", "unit", "p99", "peer", "gpu", "cpu", "torch", "triton", "commit", "date", "command", "goal"}
 STAMP |= {"limit", "peer_source", "_figures"}
 WIDE = ("model", "dtype", "kv_dtype")  # told above a table where they are the same in all of its lines
+ORDER = ("decode_step", "prefill", "mixed", "gpu_idle", "host_step", "decode_attention", "prefill_attention", "sampler")
+"""Benches that come first; the others follow as they were recorded."""
 PICTURES = {"mixed": "mixed.png"}  # beside the page; drawn by benchmarks/plot_mixed.py
 HEAD = """# Performance
 
@@ -91,8 +93,10 @@ def section(bench: str, lines: list[dict[str, Any]]) -> str:
 
 def page() -> str:
     """The page's text: a table for each bench."""
-    lines = [_flat(line) for line in load()]
-    benches = dict.fromkeys(str(line["bench"]) for line in lines)
+    # Variants that were tried beside the engine's choice are for those who tune; they stay in the files.
+    lines = [_flat(line) for line in load() if line.get("variant") in (None, "engine")]
+    recorded = dict.fromkeys(str(line["bench"]) for line in lines)
+    benches = [bench for bench in ORDER if bench in recorded] + [bench for bench in recorded if bench not in ORDER]
     return "\n".join([HEAD, *(section(bench, [line for line in lines if line["bench"] == bench]) for bench in benches)])
 
 
