@@ -73,7 +73,7 @@ def workspace_bytes(config: ModelConfig, options: EngineOptions) -> int:
 def decode_items(config: ModelConfig, options: EngineOptions) -> int:
     """Most pieces into which decode attention splits a batch, for each of which a partial result is kept."""
     per_device = max(1, 4 * MULTIPROCESSORS // config.kv_heads)
-    return options.max_batch * (per_device if options.batch_invariant else 1) + per_device
+    return options.max_batch + per_device
 
 
 def graph_sizes(options: EngineOptions) -> tuple[int, ...]:

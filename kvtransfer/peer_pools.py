@@ -2,12 +2,9 @@
 
 import logging
 
-from torch import Tensor
-
-from ..kernels.digest import DIGEST_BYTES, page_digests
+from ..kernels.digest import DIGEST_BYTES
 from .messages import Copy
-from .pool_pages import pool_bytes
-from .transport import Transport
+from .transport import Done, Transport
 
 log = logging.getLogger(__name__)
 
@@ -15,12 +12,8 @@ log = logging.getLogger(__name__)
 class PeerPools:
     """One transport a reader. On the engine's thread."""
 
-    def __init__(
-        self,
-        pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
-    ) -> None:
-        """`pool`: our own, from which pages are pushed."""
-        self._bytes = pool_bytes(pool)
+    def __init__(self) -> None:
+        """None is open."""
         self._transports: dict[int, Transport] = {}
 
     def add(self, reader: int, transport: Transport) -> None:
@@ -39,16 +32,13 @@ class PeerPools:
             transport.close()
         self._transports.clear()
 
-    def push(self, copy: Copy) -> bytes:
-        """Copies, and returns the digests of the source pages.
+    def push(self, copy: Copy, done: Done) -> None:
+        """Starts the copy; `done` comes as `Transport.start` says.
 
         A failure becomes digests that match nothing: the reader asks anew, or gives up.
         """
         try:
-            self._transports[copy.reader].copy(copy.layer, copy.src, copy.dst)
-            return page_digests(
-                self._bytes[copy.layer], copy.src, ticket=copy.ticket, layer=copy.layer, ordinal=copy.ordinal
-            )
+            self._transports[copy.reader].start(copy, done)
         except Exception:
             log.exception("a copy into the pool of %016x failed", copy.reader)
-            return bytes(DIGEST_BYTES * len(copy.src))
+            done(copy.copy, bytes(DIGEST_BYTES * len(copy.src)))

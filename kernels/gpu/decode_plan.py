@@ -16,12 +16,11 @@ RECORD = 8  # int32 words of an item: row, slot, first page, pages, row's length
 
 
 @triton.jit
-def _cut(length, slot, target, each, fixed: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr):
+def _cut(length, slot, each, page_size: tl.constexpr, window: tl.constexpr):
     """(first page read, pages, items) of rows of `length` tokens; a padding row has one empty item."""
     first = tl.maximum(length - window, 0) // page_size if window else length * 0
     pages = tl.where(slot != 0, (length + page_size - 1) // page_size - first, 0)
-    count = tl.minimum(pages, target) if fixed else (pages + each - 1) // each
-    return first, pages, tl.maximum(count, 1)
+    return first, pages, tl.maximum((pages + each - 1) // each, 1)
 
 
 @triton.jit(do_not_specialize=["rows", "target"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -32,7 +31,6 @@ def _plan_kernel(
     spans,
     rows,
     target,
-    fixed: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
     rows_block: tl.constexpr,
@@ -42,9 +40,9 @@ def _plan_kernel(
     real = row < rows
     slot = tl.load(slots + row, mask=real, other=0)
     length = tl.load(positions + row, mask=real, other=0) + 1
-    _, pages, _ = _cut(length, slot, target, 1, fixed, page_size, window)
+    _, pages, _ = _cut(length, slot, 1, page_size, window)
     each = tl.maximum((tl.sum(pages, 0) + target - 1) // target, 1)
-    _, pages, count = _cut(length, slot, target, each, fixed, page_size, window)
+    _, pages, count = _cut(length, slot, each, page_size, window)
     count = tl.where(real, count, 0)
     ends = tl.cumsum(count, 0)
     if tl.program_id(0) == 0:
@@ -58,7 +56,7 @@ def _plan_kernel(
     used = owner < rows
     slot = tl.load(slots + owner, mask=used, other=0)
     length = tl.load(positions + owner, mask=used, other=0) + 1
-    first, pages, count = _cut(length, slot, target, each, fixed, page_size, window)
+    first, pages, count = _cut(length, slot, each, page_size, window)
     part = item - start
     begin, end = part * pages // count, (part + 1) * pages // count
     record = items + item * 8
@@ -75,17 +73,15 @@ def _plan_kernel(
 class DecodePlan:
     """The work items of one step, on the device; made once, filled anew each step and per distinct window."""
 
-    def __init__(self, max_rows: int, *, target_items: int, device: torch.device, fixed: bool = False) -> None:
+    def __init__(self, max_rows: int, *, target_items: int, device: torch.device) -> None:
         """For steps of up to `max_rows` rows, cut into about `target_items` items in all.
 
-        With `fixed`, every row is cut into at most `target_items` items by its own length alone: its result then does
-        not depend on the other rows of its batch. Raises ValueError where a number is not positive.
+        Raises ValueError where a number is not positive.
         """
         if max_rows < 1 or target_items < 1:
             raise ValueError(f"a plan needs rows and items, not {max_rows} and {target_items}")
         self.max_rows = max_rows
         self.target_items = target_items
-        self.fixed = fixed
         self.rows_block = triton.next_power_of_2(max(max_rows, 16))
         self.items_block = min(16, max(1, 8192 // self.rows_block))  # the kernel compares every row with every item
         padded = -(-self.max_items // self.items_block) * self.items_block
@@ -99,7 +95,7 @@ class DecodePlan:
 
     def items_of(self, rows: int) -> int:
         """The most items that a step of `rows` rows can have: as many programs are launched, whatever the lengths."""
-        return rows * self.target_items if self.fixed else rows + self.target_items
+        return rows + self.target_items
 
 
 class DecodeLaunch(NamedTuple):
@@ -145,7 +141,6 @@ def plan_decode(plan: DecodePlan, slots: Tensor, positions: Tensor, *, page_size
         plan.spans,
         rows,
         plan.target_items,
-        fixed=plan.fixed,
         page_size=page_size,
         window=window,
         rows_block=plan.rows_block,

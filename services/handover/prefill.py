@@ -1,6 +1,7 @@
 """The prefill side of the hand-over: `EngineCore` and `Writer` joined; KV is pushed within the step that makes it."""
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -82,7 +83,7 @@ class PrefillHandover:
         self.traffic = Traffic()
         self._core = core
         self._links = links
-        self._pools = PeerPools(pool)
+        self._pools = PeerPools()
         self._clock = clock
         self._post: Post
         self._emit: Emit
@@ -245,8 +246,7 @@ class PrefillHandover:
         while todo:
             match todo.popleft():
                 case Copy() as copy:
-                    self.traffic.pages += 0 if copy.layer else len(copy.src)
-                    todo.extend(self.writer.copied(copy.copy, self._pools.push(copy)))
+                    todo.extend(self._push(copy))
                 case Send(peer=peer, message=message):
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Ticketed(key=SequenceKey() as key):
@@ -258,6 +258,28 @@ class PrefillHandover:
                     self._pools.drop(reader)
                 case other:
                     raise TwostrokeError(f"not an instruction for a writer: {other}")
+
+    def _push(self, copy: Copy) -> list[Instruction]:
+        """Starts a copy. What is done at once is told at once; else its pages are held until it is."""
+        self.traffic.pages += 0 if copy.layer else len(copy.src)
+        engine, at_once = threading.get_ident(), list[bytes]()
+
+        def done(number: int, digests: bytes) -> None:
+            if threading.get_ident() == engine:
+                at_once.append(digests)
+            else:
+                self._tell(_Event(lambda: self._copied(number, digests)))
+
+        self._pools.push(copy, done)
+        if at_once:
+            return self.writer.copied(copy.copy, at_once[0])
+        self._core.pool.hold(("copy", copy.copy), copy.src)  # `_copied` runs on this thread: not before this
+        return []
+
+    def _copied(self, copy: int, digests: bytes) -> list[Instruction]:
+        """The host saw a copy completed that was not done at once."""
+        self._core.pool.unhold(("copy", copy))
+        return self.writer.copied(copy, digests)
 
     def _engine(self, action: Callable[[], None]) -> None:
         if self._in_step is None:

@@ -172,8 +172,6 @@ def test_the_workspace_is_the_sum_of_its_buffers():
     assert buffers["logits"] == 256 * 128256 * 2
     assert buffers["block_tables"] == 513 * 2049 * 4
     assert footprint.workspace_bytes(LLAMA_8B, CUDA) == sum(buffers.values())
-    invariant = footprint.workspace(LLAMA_8B, replace(CUDA, batch_invariant=True))
-    assert invariant["decode_partials"] > buffers["decode_partials"]
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma2", "phi3"])

@@ -26,7 +26,6 @@ class Case:
     cap: float = 0.0
     dtype: torch.dtype = torch.float32
     target_items: int = 6
-    fixed: bool = False
     launch: DecodeLaunch | None = None
     max_rows: int = 0
     pdl: bool = False
@@ -67,7 +66,7 @@ class Batch:
         self.q = (2 * qkv).to(case.dtype)[:, :width]
         self.scale = case.head_dim**-0.5
         max_rows = case.max_rows or rows
-        self.plan = DecodePlan(max_rows, target_items=case.target_items, device=device, fixed=case.fixed)
+        self.plan = DecodePlan(max_rows, target_items=case.target_items, device=device)
         self.scratch = DecodeScratch(self.plan.max_items, case.heads, case.head_dim, device=device)
         self.scratch.partial.fill_(NAN)
         self.scratch.max_sum.fill_(NAN)
@@ -191,19 +190,6 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     batch.q.mul_(100)
     out = batch.run()
     torch.testing.assert_close(out.double(), batch.reference(), rtol=4e-3, atol=4e-3)
-
-
-def test_fixed_splits_make_a_row_independent_of_its_batch(device: torch.device) -> None:
-    alone = Case([213], fixed=True, target_items=4).build(device)
-    expected = alone.run()
-    among = Case([300, 213, 0, 1, 90, 17], fixed=True, target_items=4, max_rows=8).build(device)
-    pages = alone.tables[1, : -(-213 // 16)].long()
-    own = among.tables[among.slots[1], : len(pages)].long()
-    among.pool[own] = alone.pool[pages]
-    among.q[1] = alone.q[0]
-    out = among.run()
-    assert torch.equal(out[1], expected[0])
-    among.check(out)
 
 
 def test_a_smaller_step_after_a_larger_one(device: torch.device) -> None:

@@ -8,17 +8,14 @@ import torch
 from twostroke.kernels.gpu.decode_plan import MANY_ROWS, DecodePlan, decode_launch, decode_target_items, plan_decode
 
 
-@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 70])
 @pytest.mark.parametrize(("rows", "max_rows"), [(1, 1), (2, 512), (17, 20), (256, 256)])
-def test_plan_covers_every_page_once_and_evenly(
-    rows: int, max_rows: int, window: int, fixed: bool, device: torch.device
-) -> None:
+def test_plan_covers_every_page_once_and_evenly(rows: int, max_rows: int, window: int, device: torch.device) -> None:
     random = torch.Generator().manual_seed(rows)
     lengths = torch.randint(0, 5000, (rows,), generator=random)
     lengths[torch.rand(rows, generator=random) < 0.2] = 0
-    page, target = 64, 66 if not fixed else 5
-    plan = DecodePlan(max_rows, target_items=target, device=device, fixed=fixed)
+    page, target = 64, 66
+    plan = DecodePlan(max_rows, target_items=target, device=device)
     slots = (lengths > 0).int().to(device)
     positions = (lengths - 1).clamp(min=0).int().to(device)
     plan_decode(plan, slots, positions, page_size=page, window=window)
@@ -29,8 +26,7 @@ def test_plan_covers_every_page_once_and_evenly(
     each = max(1, math.ceil(sum(pages) / target))
     at = 0
     for row in range(rows):
-        count = min(pages[row], target) if fixed else -(-pages[row] // each)
-        count = max(1, count)
+        count = max(1, -(-pages[row] // each))
         assert spans[row] == [at, count]
         page_at = firsts[row]
         for owner, slot, first, held, length, start, siblings, _ in items[at : at + count]:
@@ -38,7 +34,7 @@ def test_plan_covers_every_page_once_and_evenly(
             assert length == max(1, int(lengths[row]))
             assert pages[row] == 0 or first == page_at
             assert held in (pages[row] // count, -(-pages[row] // count))
-            assert fixed or held <= each
+            assert held <= each
             page_at += held
         assert page_at - firsts[row] == pages[row]
         at += count
