@@ -295,6 +295,7 @@ class WorkerHello(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     START_SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """/ What it can do."""
     address: _builtins.str
@@ -307,6 +308,8 @@ class WorkerHello(_message.Message):
     """/ The most tokens of prompt and output together that it takes."""
     draining: _builtins.bool
     """/ It finishes what it has and takes nothing new."""
+    chunk_tokens: _builtins.int
+    """/ Prompt tokens that it computes a step while it decodes others' KV; 0: as many as there are."""
     @_builtins.property
     def identity(self) -> Global___Identity:
         """/ The worker."""
@@ -336,10 +339,11 @@ class WorkerHello(_message.Message):
         draining: _builtins.bool = ...,
         start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "memory_bytes", b"memory_bytes", "pages", b"pages", "role", b"role", "start_seconds", b"start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chunk_tokens", b"chunk_tokens", "draining", b"draining", "format", b"format", "identity", b"identity", "max_batch", b"max_batch", "max_tokens", b"max_tokens", "memory_bytes", b"memory_bytes", "pages", b"pages", "role", b"role", "start_seconds", b"start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -991,6 +995,9 @@ class Status(_message.Message):
     COVERED_POSITIONS_FIELD_NUMBER: _builtins.int
     UNUSED_POSITIONS_FIELD_NUMBER: _builtins.int
     MEAN_LENGTH_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_US_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """/ Counts up by one each second."""
     free_pages: _builtins.int
@@ -1021,6 +1028,16 @@ class Status(_message.Message):
     """/ Of those, positions without a token: the ends of last pages, and pages set aside."""
     mean_length: _builtins.float
     """/ Tokens of a sequence, a mean over time; 0: none was seen."""
+    prefill_us: _builtins.int
+    """/ Microseconds that `prefilled_tokens` took, in all: the time of the steps that had some, less what each step's decoding
+    / sequences would have taken by themselves.
+    """
+    decode_step_us: _builtins.int
+    """/ Microseconds of a step that only decodes, a mean over recent ones; 0: none was seen."""
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairRate]:
+        """/ Prefill: what the transports to decode workers give."""
+
     def __init__(
         self,
         *,
@@ -1039,14 +1056,47 @@ class Status(_message.Message):
         covered_positions: _builtins.int = ...,
         unused_positions: _builtins.int = ...,
         mean_length: _builtins.float = ...,
+        prefill_us: _builtins.int = ...,
+        decode_step_us: _builtins.int = ...,
+        pairs: _abc.Iterable[Global___PairRate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "decode_step_us", b"decode_step_us", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "pairs", b"pairs", "prefill_us", b"prefill_us", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class PairRate(_message.Message):
+    """/ How fast KV goes to a decode worker, as the handshake's probe measured it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    GB_PER_S_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    reader: _builtins.int
+    """/ Incarnation of the decode worker."""
+    gb_per_s: _builtins.float
+    """/ GB (10^9 bytes) a second."""
+    transport: _builtins.str
+    """/ Name of the transport."""
+    def __init__(
+        self,
+        *,
+        reader: _builtins.int = ...,
+        gb_per_s: _builtins.float = ...,
+        transport: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_s", b"gb_per_s", "reader", b"reader", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairRate: _TypeAlias = PairRate  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
