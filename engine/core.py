@@ -16,6 +16,7 @@ from .request import FinishReason, Request, SequenceKey, SequenceOutput, Sequenc
 from .roster import Roster
 from .scheduler import Schedule, Scheduler
 from .sequence import Sequence, State
+from .step_meter import StepMeter
 from .validate import check_request, token_limit
 
 __all__ = ["EngineCore", "Load", "Runner"]
@@ -51,6 +52,7 @@ class EngineCore:
         )
         self._flight: Flight | None = None  # the step on its way
         self._page_use = PageUse(options.page_size)
+        self._meter = StepMeter()
         self._added = 0
         self._steps = 0
         self._next_deadline = float("inf")  # none is earlier
@@ -201,12 +203,13 @@ class EngineCore:
     def _launch(self, plan: Schedule, hook: LayerHook | None) -> Flight:
         wants_hook = any(row.progress is not None for row in plan.rows)
         self.pool.launched()
+        began = self._clock()
         step: Launched
         try:
             step = self._runner.launch(plan.rows, hook if wants_hook else None)
         except Exception as error:
             step = Failed(error)
-        return self._postprocessor.launched(plan, step)
+        return self._postprocessor.launched(plan, step, began)
 
     def _take_in(self, flight: Flight, result: StepResult) -> None:
         """Waits for a launched step."""
@@ -220,6 +223,8 @@ class EngineCore:
             self._postprocessor.fail(flight.current(), error, result)
         else:
             self.pool.completed()
+            prompts = flight.plan.prompts
+            self._meter.note(flight.began, self._clock(), flight.plan.prompt_tokens, len(flight.plan.rows) - prompts)
             self._postprocessor.advance(flight, tokens, result)
 
     def load(self) -> Load:
@@ -238,6 +243,8 @@ class EngineCore:
             covered_positions=self._page_use.covered,
             unused_positions=self._page_use.unused,
             mean_length=self._page_use.mean_length,
+            prefill_s=self._meter.prompt_seconds,
+            decode_step_s=self._meter.decode_step,
         )
 
     def state_of(self, key: SequenceKey) -> State | None:

@@ -18,3 +18,5 @@ class Load:
     covered_positions: int = 0  # by block tables; a page that two sequences share counts twice
     unused_positions: int = 0  # of these, without a token
     mean_length: float = 0.0  # tokens of a sequence, over time; 0: none was seen
+    prefill_s: float = 0.0  # that `prefilled_tokens` took: see `StepMeter`
+    decode_step_s: float = 0.0  # of a step that only decodes, over recent ones; 0: none was seen

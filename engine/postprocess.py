@@ -30,6 +30,7 @@ class Flight:
     plan: Schedule
     stays: list[int]  # of each sequence, when it was launched
     step: Launched
+    began: float = 0.0  # when it was launched
 
     @property
     def failed(self) -> bool:
@@ -66,12 +67,12 @@ class Postprocessor:
         self._eos = eos_token_ids
         self._clock = clock
 
-    def launched(self, plan: Schedule, step: Launched) -> Flight:
-        """The step is on its way: its rows count as launched."""
+    def launched(self, plan: Schedule, step: Launched, began: float) -> Flight:
+        """The step is on its way: its rows count as launched. `began`: when its launch did."""
         for row, sequence in zip(plan.rows, plan.sequences, strict=True):
             sequence.launched += len(row.token_ids)
             sequence.unseen += row.sample
-        return Flight(plan, [sequence.stay for sequence in plan.sequences], step)
+        return Flight(plan, [sequence.stay for sequence in plan.sequences], step, began)
 
     def fail(self, sequences: Iterable[Sequence], error: Exception, result: StepResult) -> None:
         """Their step was not computed: they end."""

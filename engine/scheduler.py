@@ -18,6 +18,8 @@ class Schedule:
     sequences: list[Sequence] = field(default_factory=list)
     reserved: list[Reservation] = field(default_factory=list)
     preempted: list[SequenceKey] = field(default_factory=list)
+    prompts: int = 0  # rows that do not decode, the last ones
+    prompt_tokens: int = 0  # in these
 
 
 class Scheduler:
@@ -46,6 +48,8 @@ class Scheduler:
         prompts = [sequence for sequence in ready if not sequence.decoding]
         for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
             self._append_row(plan, sequence, tokens, now)
+            plan.prompts += 1
+            plan.prompt_tokens += tokens
         plan.preempted = self._roster.requeue()
         return plan
 

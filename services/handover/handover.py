@@ -1,7 +1,7 @@
 """What the engine's thread asks of the KV hand-over: the seam between `Driver` and the prefill and decode roles."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ...engine.batch import LayerHook
@@ -22,12 +22,21 @@ class PeerAddress:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class PairSpeed:
+    """How KV goes to a decode worker."""
+
+    transport: str
+    gb_per_s: float  # as probed when the link came up
+
+
 @dataclass(slots=True)
 class Traffic:
     """What was handed over since the start; the engine's thread counts, any may read."""
 
     tickets: int = 0  # given (decode) or served (prefill)
     pages: int = 0  # pushed, all layers of a page counted as one
+    pairs: Mapping[int, PairSpeed] = field(default_factory=dict)  # by reader; replaced, never edited
 
 
 class Handover(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from ...engine.request import Request, SequenceKey, StepResult, Work
 from ...errors import InvalidRequest, Overloaded, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
+from ..durations import microseconds
 from ..handover.handover import PeerAddress
 from ..identity import ProcessIdentity
 from . import wire
@@ -121,6 +122,9 @@ class Sessions:
             covered_positions=load.covered_positions,
             unused_positions=load.unused_positions,
             mean_length=load.mean_length,
+            prefill_us=microseconds(load.prefill_s),
+            decode_step_us=microseconds(load.decode_step_s),
+            pairs=[wire.pack_pair(reader, pair) for reader, pair in self._engine.handover.traffic.pairs.items()],
         )
 
     # What the driver calls

@@ -8,7 +8,7 @@ from ...engine.validate import MAX_SAMPLES
 from ...errors import DeadlineExceeded, HandoverExpired, InvalidRequest, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
 from ..durations import microseconds
-from ..handover.handover import PeerAddress
+from ..handover.handover import PairSpeed, PeerAddress
 
 MAX_SALT_BYTES = 64
 MAX_ADDRESS = 256
@@ -151,6 +151,11 @@ def pack_timings(index: int, timings: engine.SequenceTimings) -> pb.SequenceTimi
         transfer_us=microseconds(timings.transfer),
         cached_tokens=timings.cached_tokens,
     )
+
+
+def pack_pair(reader: int, pair: PairSpeed) -> pb.PairRate:
+    """`reader`: incarnation of the decode worker."""
+    return pb.PairRate(reader=reader, gb_per_s=pair.gb_per_s, transport=pair.transport)
 
 
 def pack_failure(key: SequenceKey, error: Exception) -> pb.FromWorker:

@@ -166,6 +166,7 @@ class Worker:
             address=self._address,
             pages=engine.plan.pages - 1,
             max_batch=self._settings.engine_options().max_batch,
+            chunk_tokens=self._settings.engine_options().decode_prefill_budget,
             start_seconds=engine.times.to_dict(),
             memory_bytes=engine.memory.parts,
             max_tokens=min(engine.config.context_length, (engine.plan.pages - 1) * engine.plan.page_size),
