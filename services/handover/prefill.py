@@ -278,8 +278,11 @@ class PrefillHandover:
 
     def _copied(self, copy: int, digests: bytes) -> list[Instruction]:
         """The host saw a copy completed that was not done at once."""
-        self._core.pool.unhold(("copy", copy))
+        self._engine(lambda: self._let_go(copy))
         return self.writer.copied(copy, digests)
+
+    def _let_go(self, copy: int) -> None:
+        self._core.pool.unhold(("copy", copy))
 
     def _engine(self, action: Callable[[], None]) -> None:
         if self._in_step is None:

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from twostroke.engine.batch import Row
 from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, Work, sample_keys
 from twostroke.engine.sequence import State
 from twostroke.errors import HandoverExpired, InvalidRequest, TwostrokeError
-from twostroke.kvtransfer.transport import ShmTransport
+from twostroke.kvtransfer.messages import Copy
+from twostroke.kvtransfer.transport import Done, ShmTransport
 from twostroke.services.handover.handover import NoHandover
 
 from ..handover_rig import GATEWAY, LAYERS, PAGE, Rig, expected_tokens, random_prompt, running
@@ -228,9 +228,9 @@ def count_copies(rig: Rig) -> list[int]:
     copied = [0]
     original = rig.p.handover._pools.push
 
-    def counting(copy: Any) -> bytes:
+    def counting(copy: Copy, done: Done) -> None:
         copied[0] += len(copy.src)
-        return original(copy)
+        original(copy, done)
 
     rig.p.handover._pools.push = counting  # type: ignore[method-assign]
     return copied
@@ -241,15 +241,18 @@ class Corruption:
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left = times
-        original = ShmTransport.copy
+        original = ShmTransport.start
 
-        def copy(transport: ShmTransport, layer: int, src: Sequence[int], dst: Sequence[int]) -> None:
-            original(transport, layer, src, dst)
-            if self.left and dst:
-                self.left -= 1
-                rig.d.pool[layer, dst[-1], 0, 0, PAGE - 1, 1] ^= 1
+        def start(transport: ShmTransport, copy: Copy, done: Done) -> None:
+            def corrupt(number: int, digests: bytes) -> None:
+                if self.left and copy.dst:
+                    self.left -= 1
+                    rig.d.pool[copy.layer, copy.dst[-1], 0, 0, PAGE - 1, 1] ^= 1
+                done(number, digests)
 
-        monkeypatch.setattr(ShmTransport, "copy", copy)
+            original(transport, copy, corrupt)
+
+        monkeypatch.setattr(ShmTransport, "start", start)
 
 
 @pytest.mark.parametrize("times", [1, 2, LAYERS])
@@ -273,15 +276,15 @@ async def test_pages_that_never_arrive_whole_are_given_up(tmp_path: Path, monkey
 
 
 async def test_a_failed_copy_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, failed = ShmTransport.copy, [False]
+    original, failed = ShmTransport.start, [False]
 
-    def copy(transport: ShmTransport, layer: int, src: Sequence[int], dst: Sequence[int]) -> None:
+    def start(transport: ShmTransport, copy: Copy, done: Done) -> None:
         if not failed[0]:
             failed[0] = True
             raise OSError("no")
-        original(transport, layer, src, dst)
+        original(transport, copy, done)
 
-    monkeypatch.setattr(ShmTransport, "copy", copy)
+    monkeypatch.setattr(ShmTransport, "start", start)
     async with running(tmp_path) as rig:
         prompt = random_prompt(14, 40)
         assert await rig.generate(prompt, 5) == expected_tokens(prompt, 5)

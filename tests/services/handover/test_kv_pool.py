@@ -38,17 +38,21 @@ def offered(directory: Path, pages: int) -> tuple[SharedPool, PoolOffer]:
 def test_pages_are_pushed_with_their_digests(tmp_path: Path) -> None:
     mine = torch.randn(SHAPE)
     shared, offer = offered(tmp_path, 9)
-    pools = PeerPools(mine)
+    pools = PeerPools()
+    landed: list[tuple[int, bytes]] = []
     pools.add(READER, shm_opener(mine)(offer, READER))
     copy = Copy(1, READER, ticket=4, layer=2, ordinal=6, src=(3, 1), dst=(7, 8))
-    digests = pools.push(copy)
+    pools.push(copy, lambda *result: landed.append(result))
+    [(number, digests)] = landed
+    assert number == 1
     theirs = shared.tensor.view(3, 9, -1)
     assert torch.equal(theirs[2, [7, 8]], pool_bytes(mine)[2, [3, 1]])
     assert digests == page_digests(theirs[2], (7, 8), ticket=4, layer=2, ordinal=6)
     assert not theirs[:2, 1:].any()
     pools.drop(READER)
     pools.drop(READER)
-    assert pools.push(copy) == bytes(16)  # a failed copy: digests that match nothing
+    pools.push(copy, lambda *result: landed.append(result))
+    assert landed[1:] == [(1, bytes(16))]  # a failed copy: digests that match nothing
     pools.close()
     shared.close()
 

@@ -1,5 +1,6 @@
 """The prefill side alone, event by event: what it asks of engine, links and pools, and when."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from twostroke.engine.request import Request, SamplingParams, SequenceKey, StepR
 from twostroke.engine.sequence import State
 from twostroke.errors import InvalidRequest, TwostrokeError
 from twostroke.kvtransfer import messages as kv
+from twostroke.kvtransfer.transport import Done
 from twostroke.services.handover.handover import PeerAddress
 from twostroke.services.handover.prefill import PrefillHandover
 from twostroke.services.handover.wire_link import PoolOffer
 
 from ..handover_rig import LAYERS, PAGE, VOCAB, TensorRunner, expected_tokens, random_prompt
 
+DIGEST = b"12345678"
 READER = 9
 POOL = 5
 PAGES = 33
@@ -40,17 +43,32 @@ class Links:
 
 
 class Transport:
-    """Remembers copies."""
+    """Remembers copies; completes them at once, or, `later`, when the test says so."""
+
+    kind = "test"
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self.closed = False
         self.fails = False
+        self.later = False
+        self.started: list[tuple[kv.Copy, Done]] = []
 
-    def copy(self, layer: int, src: Sequence[int], dst: Sequence[int]) -> None:
+    def start(self, copy: kv.Copy, done: Done) -> None:
         if self.fails:
             raise OSError("no")
-        self.copies.append((layer, tuple(src), tuple(dst)))
+        self.copies.append((copy.layer, copy.src, copy.dst))
+        if self.later:
+            self.started.append((copy, done))
+        else:
+            done(copy.copy, DIGEST * len(copy.src))
+
+    def complete(self, count: int | None = None) -> None:
+        """The host has seen the first `count` (all) of the started copies completed, on a thread of the transport's."""
+        landed, self.started = self.started[:count], [] if count is None else self.started[count:]
+        thread = threading.Thread(target=lambda: [done(c.copy, DIGEST * len(c.src)) for c, done in landed])
+        thread.start()
+        thread.join()
 
     def probe(self) -> float:
         return 1.0
@@ -387,3 +405,44 @@ def test_close_lets_go_of_all_pools(side: Side) -> None:
     side.up()
     side.handover.close()
     assert side.transport.closed
+
+
+def test_copies_that_complete_later_hold_their_pages() -> None:
+    """Complete is not said before, a cancelled sequence's pages are not free before."""
+    side = Side()
+    side.transport.later = True
+    side.up()
+    key = side.submit(random_prompt(1, 40))
+    side.ticket(1, key, 10)
+    side.step()
+    assert len(side.transport.started) == LAYERS
+    assert not side.links.of(kv.Complete)
+    side.transport.complete(1)
+    side.run_events()
+    assert not side.links.of(kv.Complete)
+    assert {name for name, _ in side.core.pool.holds()} == {"copy"}
+    side.core.abandon(key)
+    side.handover.gone(key)
+    assert not side.links.of(kv.Drained)
+    assert side.core.pool.free_pages < PAGES - 1
+    side.core.check_integrity()
+    side.transport.complete()
+    side.run_events()
+    assert [drained.ticket for drained in side.links.of(kv.Drained)] == [1]
+    assert not side.core.pool.holds()
+
+
+def test_copies_that_complete_later_complete_the_ticket() -> None:
+    side = Side()
+    side.transport.later = True
+    side.up()
+    key = side.submit(random_prompt(1, 40))
+    side.ticket(1, key, 10)
+    side.step()
+    side.transport.complete()
+    side.run_events()
+    [complete] = side.links.of(kv.Complete)
+    assert complete.digests == DIGEST * 10 * LAYERS
+    side.say(kv.Accepted(1))
+    side.handover.check(idle=True)
+    assert not side.core.pool.holds()
