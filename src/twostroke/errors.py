@@ -27,6 +27,14 @@ class WorkerNotFound(TwostrokeError):
     """No such worker is connected (NOT_FOUND)."""
 
 
+class Unauthenticated(TwostrokeError):
+    """No credentials, or none that hold (UNAUTHENTICATED)."""
+
+
+class PermissionDenied(TwostrokeError):
+    """Known credentials, but not enough for this (PERMISSION_DENIED)."""
+
+
 class WrongState(TwostrokeError):
     """It cannot be done as things stand (FAILED_PRECONDITION)."""
 

@@ -1,0 +1,95 @@
+"""Who calls: headers or metadata in, a tenant or a refusal out; the same for every door.
+
+A door calls `authenticate` with what came with the request and runs it under the tenant (`serve_as`, or
+`GenerationRequest.tenant`). Unauthenticated is gRPC's UNAUTHENTICATED and HTTP's 401, PermissionDenied is 403.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...errors import Unauthenticated
+from ..security.api_keys import FIELD, PREFIX, KeyRing, read_keys
+from ..security.tenant import ANYONE, Tenant
+from ..security.watched_file import WatchedFiles
+
+if TYPE_CHECKING:
+    from ..security.signed_tokens import Bearer
+
+HEADER = "authorization"
+WANTED = "send `authorization: Bearer <API key>`"
+MAX_CREDENTIALS = 8192  # characters
+
+Header = tuple[str | bytes, str | bytes]
+
+
+class TokenCheck(Protocol):
+    """Checks signed tokens; `services/security/signed_tokens.py`."""
+
+    def check(self, token: str) -> "Bearer":
+        """Unauthenticated, PermissionDenied."""
+
+
+class Authenticator:
+    """Without keys and tokens everybody is `ANYONE`. Any thread may ask; nothing here waits for anything."""
+
+    def __init__(
+        self,
+        keys: Path | None = None,
+        tokens: TokenCheck | None = None,
+        *,
+        default_requests: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`keys`: a file of keys; ConfigError where it will not do. `default_requests`: answers at once of a tenant for
+        which the file names no limit; 0: no limit of its own. `clock`: seconds since 1970."""
+        self._keys: WatchedFiles[KeyRing] | None = None
+        if keys is not None:
+            self._keys = WatchedFiles({FIELD: keys}, lambda files: read_keys(files[FIELD], str(keys)))
+        self._tokens = tokens
+        self._default_requests = default_requests
+        self._clock = clock
+
+    @property
+    def enabled(self) -> bool:
+        """Whether callers must say who they are."""
+        return self._keys is not None or self._tokens is not None
+
+    def authenticate(self, headers: Iterable[Header]) -> Tenant:
+        """The tenant whose credentials came with the call. Unauthenticated, PermissionDenied.
+
+        `headers`: all of HTTP's, or gRPC's metadata; names in any case, text or bytes.
+        """
+        if not self.enabled:
+            return ANYONE
+        found = [value for name, value in headers if _text(name).lower() == HEADER]
+        if not found:
+            raise Unauthenticated(f"no credentials: {WANTED}")
+        if len(found) > 1:
+            raise Unauthenticated(f"several `{HEADER}` headers: send one")
+        return self._check(_bearer(_text(found[0])))
+
+    def _check(self, credentials: str) -> Tenant:
+        if self._keys is not None and (self._tokens is None or credentials.startswith(PREFIX)):
+            ring = self._keys.get()
+            return ring.tenant(ring.find(credentials, self._clock()), self._default_requests)
+        if self._tokens is None:
+            raise Unauthenticated(f"no credentials: {WANTED}")
+        bearer = self._tokens.check(credentials)
+        limit = self._keys.get().max_requests(bearer.tenant) if self._keys is not None else None
+        return Tenant(bearer.tenant, bearer.admin, self._default_requests if limit is None else limit)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _bearer(value: str) -> str:
+    scheme, _, credentials = value.strip().partition(" ")
+    credentials = credentials.strip()
+    if scheme.lower() != "bearer" or not credentials or not credentials.isascii():
+        raise Unauthenticated(f"credentials of another kind: {WANTED}")
+    if len(credentials) > MAX_CREDENTIALS:
+        raise Unauthenticated(f"the credentials are longer than {MAX_CREDENTIALS} characters")
+    return credentials
