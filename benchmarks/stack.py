@@ -14,6 +14,8 @@ from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc as rpc
 
+ALWAYS = ("--disaggregate", "always")  # what is measured is the hand-over; a later flag overrides it
+
 
 @dataclass
 class Running:
@@ -54,7 +56,8 @@ class Running:
 def running(model: str, *flags: str, timeout_s: float = 120) -> Iterator[Running]:
     """Starts gateway, one prefill and one decode worker on free ports and waits until they serve."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [sys.executable, "-m", "twostroke.services.cli", "up", "--model", model, "--listen", address, *flags]
+    words = ("up", "--model", model, "--listen", address, *ALWAYS, *flags)
+    command = [sys.executable, "-m", "twostroke.services.cli", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with grpc.insecure_channel(address) as channel:

@@ -161,8 +161,10 @@ class GatewaySettings(Settings):
     """A request that lost its worker waits so long for another one, in seconds."""
     routing: Literal["prefix", "load", "random"] = "prefix"
     """Workers are chosen by cached prefix and load, by load alone, or at random (to compare with)."""
+    disaggregate: Literal["auto", "always"] = "auto"
+    """Prompts go to a prefill worker where that costs less than on the decode worker (measured), or wherever one is."""
     local_prefill_tokens: int = Field(0, ge=0, le=_TOKENS)
-    """A decode worker that has at most so many prompt tokens to compute does that itself; 0: never."""
+    """A decode worker that has at most so many prompt tokens to compute does that itself, whatever was measured."""
 
 
 class WorkerSettings(Settings):

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from ...engine.request import SamplingParams, Work
@@ -12,6 +13,7 @@ from ...v1 import worker_pb2 as pb
 from .fleet import Fleet
 from .flight import Flight, Part
 from .generation import GenerationRequest
+from .placement import Placement
 from .prefixes import MAX_DIGESTS, ExpectedPages, prefix_digests
 from .prompt_scores import PromptScores
 from .router import Role, Route, WorkerLoad, choose
@@ -22,6 +24,9 @@ EXPECTED_PAGES = 64 * MAX_DIGESTS
 
 Routing = Literal["prefix", "load", "random"]
 """By cached prefix and load; by load alone; or at random, to compare with."""
+
+Disaggregate = Literal["auto", "always"]
+"""Prompts are computed by a prefill worker where that costs less, or wherever there is one."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +49,15 @@ class Job:
 class Dispatcher:
     """What all requests share; one loop owns it."""
 
-    def __init__(self, fleet: Fleet, *, routing: Routing = "prefix", local_tokens: int = 0) -> None:
+    def __init__(
+        self, fleet: Fleet, *, routing: Routing = "prefix", disaggregate: Disaggregate = "auto", local_tokens: int = 0
+    ) -> None:
         """`local_tokens`: a decode worker that has to compute no more of a prompt does that itself."""
         self.fleet = fleet
         self._routing = routing
         self._local_tokens = local_tokens
+        self._placement = Placement()
+        self._weigh = self._placement.weigh if disaggregate == "auto" else None
         self._expected = ExpectedPages(EXPECTED_PAGES)
         self._living: frozenset[int] = frozenset()  # incarnations of which something may be expected
         self._prefill_missed = False
@@ -74,6 +83,8 @@ class Dispatcher:
             _start(samples, part, self._submit(samples, job, output_ids, Work.ALL, None, route))
             return
         prefill = self.fleet.session(route.prefill)
+        moved = route.moved_tokens * prefill.load.kv_token_bytes
+        flight.on_transfer = partial(self._placement.transferred, route.prefill, route.decode, moved)
         part = Part(prefill, prefills=True, decodes=False, tokens=route.prefill_tokens, pages=route.pages)
         _start(samples, part, self._submit(samples, job, output_ids, Work.PREFILL, decode.peer, route))
         part = Part(decode, prefills=False, decodes=True, tokens=0, pages=route.pages)
@@ -93,7 +104,7 @@ class Dispatcher:
         left = job.params.max_tokens - len(output_ids)
 
         def chosen(among: list[WorkerLoad]) -> Route | None:
-            return choose(among, len(known), left, met, samples, local_tokens=self._local_tokens)
+            return choose(among, len(known), left, met, samples, local_tokens=self._local_tokens, weigh=self._weigh)
 
         able = [load for load in loads if load.incarnation not in avoid]
         if self._routing == "random":
@@ -120,6 +131,7 @@ class Dispatcher:
         living = frozenset(load.incarnation for load in loads)
         if self._living - living:
             self._expected.forget(living)
+            self._placement.forget(living)
         self._living = living
 
     def _tell_mode(self, *, alone: bool) -> None:

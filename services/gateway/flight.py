@@ -1,6 +1,7 @@
 """One attempt of a request on its workers: who runs which part, and what they answer, as one stream."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...engine.request import FinishReason, SequenceKey, SequenceTimings, Token
@@ -24,6 +25,7 @@ class Part:
     tokens: int
     pages: int
     heard: bool = False  # it has sent tokens
+    heard_at: float = 0.0  # then: when it did
     finished: bool = False  # it said how the output ends
     lost: bool = False  # it gave the sequence up, or is gone
     timings: SequenceTimings | None = None
@@ -51,12 +53,14 @@ class Flight:
         *,
         first_index: int = 0,
         scores: PromptScores | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`first_index`: of the first token that is wanted; a replay goes on where the last attempt was. `scores`: no
         token comes out before they are complete."""
         self.key = key
         self.launched = False  # a part was sent, or it was tried
         self.route = ""  # why these workers
+        self.on_transfer: Callable[[float], None] | None = None  # told once how long after token 0 the KV had arrived
         self._inbox = inbox
         self._first_index = first_index
         self._scores = scores or PromptScores(None)
@@ -65,6 +69,7 @@ class Flight:
         self._parts: dict[int, Part] = {}
         self._error: TwostrokeError | Lost | None = None
         self._closed = False
+        self._clock = clock
 
     @property
     def finish(self) -> FinishReason | None:
@@ -155,9 +160,11 @@ class Flight:
         match event:
             case Output(output=output):
                 if not part.heard and output.prompt_logprobs is None:
-                    part.heard = True
+                    part.heard, part.heard_at = True, self._clock()
                     if part.prefills:
                         part.session.load.prefilled(part.tokens)
+                    elif output.timings is not None:
+                        self._transferred(part, output.timings.transfer)
                 if output.timings is not None:
                     part.timings = output.timings
                 part.finished = part.finished or output.finish is not None
@@ -176,6 +183,13 @@ class Flight:
                     error = Unavailable(f"{part.session.name} is gone: {reason}", retry_after_s=RETRY_S)
                     self._lost(part, Lost(error, workers=(event.worker,)))
         return ()
+
+    def _transferred(self, decode: Part, seconds: float) -> None:
+        """The decode worker has the KV. `seconds`: since its ticket: what it waited for pages is no transfer."""
+        prefill = self._part(prefills=True, decodes=False)
+        told, self.on_transfer = self.on_transfer, None
+        if told is not None and prefill is not None:
+            told(min(seconds, decode.heard_at - prefill.heard_at) if prefill.heard else 0.0)
 
     def _lost(self, part: Part, error: TwostrokeError | Lost) -> None:
         """A prefill worker that fails after token 0 is out, or after the decode worker spoke, ends nothing: the decode

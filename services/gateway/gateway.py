@@ -77,6 +77,7 @@ class Gateway:
             max_attempts=settings.max_attempts,
             replay_wait_s=settings.replay_wait_s,
             routing=settings.routing,
+            disaggregate=settings.disaggregate,
             local_prefill_tokens=settings.local_prefill_tokens,
         )
         self._server = create_server((ErrorInterceptor(),), max_message_bytes=settings.max_message_bytes)

@@ -17,7 +17,7 @@ from ...errors import DeadlineExceeded, TwostrokeError
 from .admission import Admission
 from .answer import Answer
 from .attempts import Attempts
-from .dispatch import Dispatcher, Job, Routing
+from .dispatch import Disaggregate, Dispatcher, Job, Routing
 from .fleet import Fleet
 from .generation import GenerationRequest, Input, Piece, Send
 from .guard import Guard
@@ -45,10 +45,12 @@ class Lifecycle:
         max_attempts: int = 3,
         replay_wait_s: float = 30.0,
         routing: Routing = "prefix",
+        disaggregate: Disaggregate = "auto",
         local_prefill_tokens: int = 0,
     ) -> None:
         """`incarnation`: of this gateway. `stream_buffer_bytes`: kept at most for a client that does not keep up.
-        `max_attempts`, `replay_wait_s`: see `Attempts`. `routing`, `local_prefill_tokens`: see `Dispatcher`."""
+        `max_attempts`, `replay_wait_s`: see `Attempts`. `routing`, `disaggregate`,
+        `local_prefill_tokens`: see `Dispatcher`."""
         self.model = model
         self.fleet = fleet
         self._admission = admission
@@ -57,7 +59,9 @@ class Lifecycle:
         self._slow_reader_s = slow_reader_s
         self._max_attempts = max_attempts
         self._replay_wait_s = replay_wait_s
-        self._dispatcher = Dispatcher(fleet, routing=routing, local_tokens=local_prefill_tokens)
+        self._dispatcher = Dispatcher(
+            fleet, routing=routing, disaggregate=disaggregate, local_tokens=local_prefill_tokens
+        )
         self._numbers = count(1)
         self._guards: set[Guard] = set()
 

@@ -1,8 +1,11 @@
 """Picks the workers of a request: pure functions over what is known of each worker."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Protocol, TypeAlias
+
+from .speeds import Rate
 
 AFFINITY = (
     4.0  # a cached token is worth this many tokens of longer queue: sharing saves the pool's pages and others' time
@@ -35,6 +38,12 @@ class WorkerLoad:
     sequences: int = 0
     draining: bool = False
     sent: int = 0  # sequences, so far
+    layers: int = 0  # of the model
+    kv_token_bytes: int = 0  # of a token, all layers
+    chunk_tokens: int = 0  # of prompts that it computes a step while it decodes; 0: as many as there are
+    decode_step_s: float = 0.0  # 0: none was seen
+    prompt_rate: Rate = field(default_factory=Rate)
+    pair_rates: Mapping[int, float] = field(default_factory=dict)  # GB/s to decode workers, by incarnation
 
     def charge(self, tokens: int, pages: int) -> None:
         """A sequence was sent to it."""
@@ -70,6 +79,23 @@ class Route:
     prefill_tokens: int  # to be computed
     pages: int  # that the prompt and one token take
     reason: str = ""  # the figures that decided, for people
+    moved_tokens: int = 0  # whose KV goes from `prefill` to `decode`
+
+
+class Weighed(Protocol):
+    """What `Weigh` answers."""
+
+    @property
+    def local(self) -> bool:
+        """Whether the decode worker computes the prompt."""
+
+    @property
+    def reason(self) -> str:
+        """The figures, for people."""
+
+
+Weigh: TypeAlias = Callable[[WorkerLoad, WorkerLoad, int, int, int], Weighed]
+"""Of a prefill and a decode worker: which one computes a prompt? See `Placement.weigh`."""
 
 
 def pages_of(tokens: int, page_size: int) -> int:
@@ -85,12 +111,13 @@ def choose(
     samples: int = 1,
     *,
     local_tokens: int = 0,
+    weigh: Weigh | None = None,
 ) -> Route | None:
     """The route of a prompt; `met`: leading pages that workers have or will have. None where nobody can take it now.
 
     A pair of prefill and decode worker, or one worker for all: where there is no prefill worker, where a worker of role
-    both is less busy, where the decode worker has to compute no more than `local_tokens`, and (on a prefill worker)
-    where `max_tokens` is 1, as nothing is left to decode.
+    both is less busy, where the decode worker has to compute no more than `local_tokens` or `weigh` is for it, and
+    (on a prefill worker) where `max_tokens` is 1, as nothing is left to decode.
     """
     able = [worker for worker in workers if not worker.draining]
     wide = [worker for worker in able if samples <= worker.max_batch]  # all samples run at once
@@ -117,8 +144,14 @@ def choose(
     if best.worker.role is Role.BOTH:
         return alone(best, "as it does both")
     target = _cheapest(decode, [decode_cost(w, prompt_tokens, met.get(w.incarnation, 0)) for w in decode])
-    if uncached(target.worker, prompt_tokens, met) <= local_tokens:
+    own = uncached(target.worker, prompt_tokens, met)
+    if own <= local_tokens:
         return alone(target, f"as at most {local_tokens} tokens are to be computed")
+    prefill_tokens = uncached(best.worker, prompt_tokens, met)
+    moved = max(0, prompt_tokens - met.get(target.worker.incarnation, 0) * target.worker.page_size)
+    verdict = weigh(best.worker, target.worker, prefill_tokens, own, moved) if weigh is not None else None
+    if verdict is not None and verdict.local:
+        return alone(target, verdict.reason)
     pages = pages_of(prompt_tokens + 1, target.worker.page_size)
     parts = [f"{name} {c.worker.name} ({_cached(c.worker, prompt_tokens, met)}; {c})" for name, c in
              (("prefill", best), ("decode", target))]  # fmt: skip
@@ -126,9 +159,10 @@ def choose(
         prefill=best.worker.incarnation,
         decode=target.worker.incarnation,
         start_now=pages + samples - 1 - met.get(target.worker.incarnation, 0) <= target.worker.free_pages,
-        prefill_tokens=uncached(best.worker, prompt_tokens, met),
+        prefill_tokens=prefill_tokens,
         pages=pages,
-        reason=", ".join(parts),
+        reason=", ".join([*parts, verdict.reason] if verdict is not None else parts),
+        moved_tokens=moved,
     )
 
 

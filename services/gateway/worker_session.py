@@ -13,12 +13,14 @@ from ...errors import Mismatch, Unavailable
 from ...v1 import worker_pb2 as pb
 from ..worker.outbox import Outbox
 from .inbox import Event, Failed, Gone, Inbox, Output
+from .placement import kv_token_bytes, pair_rates
 from .prefixes import CachedPages
 from .router import Role, WorkerLoad
 from .wire_gateway import make_cancel, unpack_step
 
 RETRY_S = 1.0
 MAX_PARTS = 32  # of what a worker tells about its start and its memory
+MAX_PAIRS = 1024  # decode workers of which a prefill worker tells how fast KV goes there
 OUTBOX_BYTES = 64 << 20  # submissions that wait for a worker that does not read
 
 
@@ -47,6 +49,9 @@ class WorkerSession:
             max_tokens=hello.max_tokens,
             free_pages=hello.pages,
             draining=hello.draining,
+            layers=hello.format.layers,
+            kv_token_bytes=kv_token_bytes(hello.format),
+            chunk_tokens=hello.chunk_tokens,
         )
         self.outbox: Outbox[pb.ToWorker] = Outbox(OUTBOX_BYTES)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -57,6 +62,7 @@ class WorkerSession:
         self._gateway = gateway
         self._inboxes: dict[SequenceKey, Inbox] = {}
         self._beats = 0
+        self._prefilled: tuple[int, int] | None = None  # tokens and microseconds, by the last status
 
     @property
     def waiting(self) -> int:
@@ -140,6 +146,12 @@ class WorkerSession:
 
     def _report(self, status: pb.Status) -> None:
         self.status = status
+        before, self._prefilled = self._prefilled, (status.prefilled_tokens, status.prefill_us)
+        if before is not None:  # what came before our session is its warm-up's
+            tokens, spent = status.prefilled_tokens - before[0], (status.prefill_us - before[1]) / 1e6
+            self.load.prompt_rate.add(tokens, spent, time.monotonic())
+        self.load.decode_step_s = status.decode_step_us / 1e6
+        self.load.pair_rates = pair_rates(status.pairs, MAX_PAIRS)
         self.load.report(
             free_pages=min(status.free_pages, self.load.pages),
             waiting_tokens=status.waiting_tokens,

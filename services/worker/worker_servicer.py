@@ -50,6 +50,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         session = self._sessions.open(gateway)
         self._hello.draining = self._sessions.draining
         session.outbox.put(pb.FromWorker(hello=self._hello))
+        session.tell_status(self._sessions.status())  # from here on the gateway counts what is computed in what time
         reader = asyncio.create_task(_read(request_iterator, session))
         writer = asyncio.create_task(_write(context, session))
         try:

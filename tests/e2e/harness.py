@@ -167,7 +167,12 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def launched(log: Path, *flags: str) -> AsyncIterator[Stack]:
-    """`twostroke up` with these flags on free ports; stopped, and checked to have ended well, at the end."""
+    """`twostroke up` with these flags on free ports; stopped, and checked to have ended well, at the end.
+
+    Prompts are computed by prefill workers, unless a flag says otherwise: most tests are about the hand-over.
+    """
+    if "--disaggregate" not in flags:
+        flags = (*flags, "--disaggregate", "always")
     command = [sys.executable, "-m", "twostroke.services.cli", "up", "--json", "--listen", "127.0.0.1:0", *flags]
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=errors)

@@ -64,7 +64,8 @@ async def test_a_worker_that_nobody_supervises_changes_its_role(tiny_dir: Path, 
         for name, role, place in (("w0", "decode", places[0]), ("w1", "decode", places[1])):
             words = (role, "--listen", place, "--name", name, *common, str(tmp_path))
             launchers[name] = await stack.enter_async_context(process(tmp_path / f"{name}.log", *words))
-        gateway = ("gateway", "--listen", places[2], "--workers", f"{places[0]},localhost:{ports[1]}")
+        named = f"{places[0]},localhost:{ports[1]}"
+        gateway = ("gateway", "--listen", places[2], "--workers", named, "--disaggregate", "always")
         await stack.enter_async_context(process(tmp_path / "gateway.log", *gateway, "--model", str(tiny_dir)))
         channel = await stack.enter_async_context(open_channel(places[2]))
         client = Client(channel)
