@@ -1,6 +1,7 @@
 """gRPC servers and channels with the options that long-lived, heartbeating streams need."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -12,8 +13,11 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_PENDING = 1 << 16
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+HANDSHAKE_MS = 10_000  # until a connection's TLS and HTTP/2 stand
 
 Option = tuple[str, int | str]
+OpenChannel: TypeAlias = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to host:port."""
 
 
 def common_options(max_message_bytes: int) -> list[Option]:
@@ -57,24 +61,53 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
 
 
 def create_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, max_message_bytes: int = MAX_MESSAGE_BYTES
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    limits: Sequence[Option] = (),
 ) -> grpc.aio.Server:
-    """A server without ports or services. Call it on the loop that will serve."""
-    return grpc.aio.server(interceptors=list(interceptors), options=server_options(max_message_bytes))
+    """A server without ports or services. Call it on the loop that will serve. `limits`: of its connections."""
+    return grpc.aio.server(interceptors=list(interceptors), options=[*server_options(max_message_bytes), *limits])
 
 
-def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A plaintext channel to host:port; connects on first use."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+def connection_limits(*, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0) -> list[Option]:
+    """What one connection may have: metadata of a call, calls at once, seconds without a call, seconds in all (after
+    which it takes no new calls). 0 seconds: for ever."""
+    options: list[Option] = [
+        ("grpc.max_metadata_size", metadata_bytes),
+        ("grpc.absolute_max_metadata_size", metadata_bytes),
+        ("grpc.max_concurrent_streams", streams),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ]
+    ages = (("grpc.max_connection_idle_ms", idle_s), ("grpc.max_connection_age_ms", age_s))
+    return options + [(name, round(seconds * 1000)) for name, seconds in ages if seconds > 0]
 
 
-def bind(server: grpc.aio.Server, address: str) -> str:
-    """Opens host:port in plaintext; returns host:port with the port that was taken (the system's choice for port 0).
+def open_channel(
+    address: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel to host:port; connects on first use. Plaintext without `credentials`; with them the server's
+    certificate must be for `server_name`, or for the host."""
+    options = channel_options(max_message_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Opens host:port, in plaintext without `credentials`; returns host:port with the port that was taken (the
+    system's choice for port 0).
 
     Raises RuntimeError where the address is in use or not ours.
     """
     host, _, _ = address.rpartition(":")
-    port = server.add_insecure_port(address)
+    port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     return f"{host}:{port}"
 
 
@@ -107,9 +140,18 @@ class Health:
         await self._servicer.enter_graceful_shutdown()
 
 
-async def add_health_and_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Health:
-    """Adds both services for `service_names` (full names, e.g. `twostroke.v1.Inference`); starts as NOT_SERVING."""
+async def add_health_and_reflection(
+    server: grpc.aio.Server, service_names: Sequence[str], *, reflect: bool = True
+) -> Health:
+    """Adds both services for `service_names` (full names, e.g. `twostroke.v1.Inference`); starts as NOT_SERVING.
+    Without `reflect`, health alone."""
     health = Health(server, service_names)
     await health.set_serving(False)
-    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    if reflect:
+        add_reflection(server, service_names)
     return health
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Tells clients the messages of these services."""
+    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)

@@ -14,6 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..engine.config import DType, EngineOptions, LoadFormat, Reserve
+from .security_settings import ClusterSecurity, DoorSecurity
+from .setting_kinds import Takes as Takes
+from .setting_kinds import parse_list as parse_list
 
 ENV_PREFIX = "TWOSTROKE_"
 DNS_PREFIX = "dns:"
@@ -48,14 +51,6 @@ def parse_limit(value: object) -> object:
     return value
 
 
-def parse_list(value: object) -> object:
-    """'a,b' or a list whose elements may hold commas, as a list of non-empty strings."""
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-        return value
-    return [piece.strip() for part in parts for piece in part.split(",") if piece.strip()]
-
-
 def split_address(address: str) -> tuple[str, int]:
     """('host', port) of 'host:port', '[::1]:port' or ':port' (every interface); ValueError otherwise."""
     host, colon, port = address.rpartition(":")
@@ -83,13 +78,6 @@ def _digits(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Takes:
-    """Says in words what a field takes, where its type and bounds do not."""
-
-    text: str
-
-
 Size = Annotated[int, BeforeValidator(parse_bytes), Takes("a size")]
 MaybeSize = Annotated[int | None, BeforeValidator(parse_bytes), Takes("a size")]
 Limit = Annotated[float, BeforeValidator(parse_limit), Takes("a share over 0, up to 1, or a size such as 60GiB")]
@@ -102,7 +90,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _TOKENS = 1 << 24  # no model's context comes near
 
 
-class Settings(BaseSettings):
+class Settings(ClusterSecurity):
     """What every process shares: the keys at the top of the file."""
 
     model_config = SettingsConfigDict(
@@ -136,11 +124,13 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(DoorSecurity, Settings):
     """The gateway: `[gateway]` in the file."""
 
     listen: Address = Field("127.0.0.1:50051", min_length=1)
     """Address to serve on, host:port; port 0: a free one."""
+    admin_listen: Address = ""
+    """Where orders to the cluster and reflection are served instead; without TLS if only this machine reaches it."""
     workers: Places = Field(default_factory=list, max_length=1024)
     """Workers to connect to, host:port each, separated by commas; a name (or `dns:name:port`) may stand for several."""
     max_queue: int = Field(1024, ge=1, le=1_000_000)

@@ -1,10 +1,12 @@
 """How many requests are inside at once: a count, and a refusal at once when it is reached."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...errors import Overloaded, Unavailable
+from ..security.tenant import ANYONE, Tenant
 
 RETRY_S = 1.0
 
@@ -15,6 +17,7 @@ class Admission:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._inside = 0
+        self._of_tenants: Counter[str] = Counter()  # of those with a limit of their own, while they have any
         self._open = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -25,8 +28,9 @@ class Admission:
         return self._inside
 
     @contextmanager
-    def slot(self, answers: int = 1) -> Iterator[None]:
-        """A place for each answer for the time of the `with` block, but never more than there are in all.
+    def slot(self, answers: int = 1, tenant: Tenant = ANYONE) -> Iterator[None]:
+        """A place for each answer for the time of the `with` block, but never more than there are in all, or for its
+        tenant.
 
         Overloaded when too few are free, Unavailable after `close`.
         """
@@ -35,14 +39,40 @@ class Admission:
         places = min(answers, self._limit)
         if self._inside + max(1, places) > self._limit:
             raise Overloaded(f"{self._inside} requests are being served already", retry_after_s=RETRY_S)
-        self._inside += places
-        self._idle.clear()
+        with self._of_tenant(max(1, places), tenant):
+            self._inside += places
+            self._idle.clear()
+            try:
+                yield
+            finally:
+                self._leave(places)
+
+    def _leave(self, places: int) -> None:
+        self._inside -= places
+        if self._inside == 0:
+            self._idle.set()
+
+    @contextmanager
+    def _of_tenant(self, places: int, tenant: Tenant) -> Iterator[None]:
+        """Its own limit: one tenant must not fill the gateway for the others."""
+        if not tenant.max_requests:
+            yield
+            return
+        places = min(places, tenant.max_requests)
+        inside = self._of_tenants[tenant.name]
+        if inside + places > tenant.max_requests:
+            raise Overloaded(
+                f"{inside} requests of tenant {tenant.name!r} are being served already, of {tenant.max_requests} that "
+                "it may have at once",
+                retry_after_s=RETRY_S,
+            )
+        self._of_tenants[tenant.name] += places
         try:
             yield
         finally:
-            self._inside -= places
-            if self._inside == 0:
-                self._idle.set()
+            self._of_tenants[tenant.name] -= places
+            if self._of_tenants[tenant.name] <= 0:
+                del self._of_tenants[tenant.name]
 
     def close(self) -> None:
         """Admits nothing from now on."""

@@ -6,6 +6,7 @@ from functools import partial
 
 from ...errors import Mismatch, Unavailable
 from ...v1 import worker_pb2 as pb
+from ..grpc_setup import OpenChannel, open_channel
 from ..identity import ProcessIdentity
 from .discovery import RESOLVE_S, Name, Resolve, is_literal, look_up
 from .router import Role, WorkerLoad
@@ -38,9 +39,11 @@ class Fleet:
         on_change: Callable[[], None] = lambda: None,
         resolve: Resolve = look_up,
         resolve_s: float = RESOLVE_S,
+        channel: OpenChannel = open_channel,
     ) -> None:
         """`addresses`: host:port; each address of a name (also `dns:name:port`) is a worker. `model`: served name.
-        `on_change`: a worker joined, left or began to drain. `resolve_s`: between two look-ups of a name."""
+        `on_change`: a worker joined, left or began to drain. `resolve_s`: between two look-ups of a name. `channel`:
+        opens one to an address."""
         places = list(dict.fromkeys(addresses))
         self._places: dict[str, tuple[str, ...]] = {place: (place,) for place in places if is_literal(place)}
         self._names = [
@@ -49,7 +52,9 @@ class Fleet:
             if place not in self._places
         ]
         self._clients: dict[str, WorkerClient] = {}
-        self._new_client = partial(WorkerClient, gateway=gateway, model=model, host=self, silence_s=silence_s)
+        self._new_client = partial(
+            WorkerClient, gateway=gateway, model=model, host=self, silence_s=silence_s, channel=channel
+        )
         self._ready: dict[int, WorkerSession] = {}
         self._on_change = on_change
         self._model = model

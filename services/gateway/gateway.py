@@ -15,15 +15,17 @@ from ...engine.tokenizer import Tokenizer
 from ...errors import ConfigError, Unavailable
 from ...kvtransfer.process import host_id
 from ...v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from ..grpc_setup import Health, add_health_and_reflection, bind, create_server
+from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
-from ..interceptor import ErrorInterceptor
+from ..security.cluster import cluster_dialer
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
 from .cluster_service import ClusterServicer
 from .fleet import Fleet
 from .inference import InferenceServicer
 from .lifecycle import Lifecycle
+from .management import Management
+from .security import authenticator, door_credentials, door_server, warn_of_open_doors
 from .served_model import ServedModel, longest_token
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -65,7 +67,12 @@ class Gateway:
         self._changed = asyncio.Event()
         self.admission = Admission(settings.max_queue)
         self.fleet = Fleet(
-            settings.workers, identity, model.name, silence_s=settings.silence_s, on_change=self._changed.set
+            settings.workers,
+            identity,
+            model.name,
+            silence_s=settings.silence_s,
+            on_change=self._changed.set,
+            channel=cluster_dialer(settings),
         )
         self.lifecycle = Lifecycle(
             model,
@@ -80,20 +87,29 @@ class Gateway:
             disaggregate=settings.disaggregate,
             local_prefill_tokens=settings.local_prefill_tokens,
         )
-        self._server = create_server((ErrorInterceptor(),), max_message_bytes=settings.max_message_bytes)
+        self.authenticator = authenticator(settings)
+        self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
+        self._management = Management(settings, self.authenticator, self.fleet, (INFERENCE, CLUSTER))
         self._health: Health | None = None
         self._health_task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.lifecycle), self._server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
-        self._health = await add_health_and_reflection(self._server, (INFERENCE, CLUSTER))
+        settings = self._settings
+        elsewhere = bool(settings.admin_listen)
+        if not elsewhere:
+            cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
+        names = (INFERENCE,) if elsewhere else (INFERENCE, CLUSTER)
+        reflect = settings.reflection and not elsewhere
+        self._health = await add_health_and_reflection(self._server, names, reflect=reflect)
         try:
-            address = bind(self._server, self._settings.listen)
+            address = bind(self._server, settings.listen, door_credentials(settings))
         except RuntimeError as error:
             raise ConfigError(f"listen: cannot listen on {self._settings.listen}", field="listen") from error
+        warn_of_open_doors(settings, self.authenticator)
         await self._server.start()
+        await self._management.start()
         self.fleet.start()
         self._health_task = asyncio.create_task(self._tell_health(self._health))
         logger.info("serving %s on %s", self._model.name, address)
@@ -108,12 +124,14 @@ class Gateway:
             if serving != health.serving:
                 logger.info("requests can be served" if serving else "requests cannot be served: no decode worker")
             await health.set_serving(serving)
+            await self._management.set_serving(serving)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
         """Admits nothing more and lets streams end, up to `seconds` or until `hurry`; then ends the rest."""
         self.admission.close()
         if self._health is not None:
             await self._health.shut_down()
+            await self._management.set_serving(False)
         waits = [asyncio.create_task(self.admission.idle()), asyncio.create_task(hurry.wait())]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +148,7 @@ class Gateway:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._management.stop()
         await self._server.stop(None)
         await self.fleet.stop()
         self._model.threads.shutdown(wait=False, cancel_futures=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...engine.request import FinishReason, PromptLogprobs
+from ..security.tenant import Tenant, current_tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class GenerationRequest:
     request_id: str = ""
     timeout_s: float | None = None  # left until the caller's deadline, at arrival
     traceparent: str = ""
-    cache_salt: bytes = b""
+    cache_salt: bytes = b""  # the caller's wish; the tenant's own goes in before it is used
+    tenant: Tenant = field(default_factory=current_tenant)
 
 
 @dataclass(frozen=True, slots=True)

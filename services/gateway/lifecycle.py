@@ -14,6 +14,7 @@ from itertools import count
 
 from ...engine.request import SequenceKey
 from ...errors import DeadlineExceeded, TwostrokeError
+from ..security.tenant import current_tenant
 from .admission import Admission
 from .answer import Answer
 from .attempts import Attempts
@@ -71,7 +72,8 @@ class Lifecycle:
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed on arrival")
         source = validate(request, self.model)
-        with self._admission.slot(request.n):
+        request = replace(request, cache_salt=request.tenant.cache_salt(request.cache_salt))
+        with self._admission.slot(request.n, request.tenant):
             guard = Guard(request.timeout_s, self._slow_reader_s)
             self._guards.add(guard)
             try:
@@ -90,7 +92,7 @@ class Lifecycle:
         """The ids that `generate` would run."""
         self.model.check_name(model)
         source = check_input(source, self.model)
-        with self._admission.slot():
+        with self._admission.slot(tenant=current_tenant()):
             return await self.model.prompt_ids(source)
 
     async def _prepare(self, request: GenerationRequest, source: Input, arrival: float) -> Job:

@@ -12,7 +12,7 @@ import grpc.aio
 from ...errors import Mismatch, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
-from ..grpc_setup import open_channel
+from ..grpc_setup import OpenChannel, open_channel
 from ..identity import ProcessIdentity, read_identity
 from .router import Role
 from .worker_session import WorkerSession
@@ -56,9 +56,10 @@ class WorkerClient:
         host: Host,
         *,
         silence_s: float,
+        channel: OpenChannel = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`silence_s`: a worker that says nothing for so long is taken for dead."""
+        """`silence_s`: a worker that says nothing for so long is taken for dead. `channel`: opens one to an address."""
         self.address = address
         self.session: WorkerSession | None = None
         self.reason = "not connected yet"
@@ -70,6 +71,7 @@ class WorkerClient:
         self._model = model
         self._host = host
         self._silence_s = silence_s
+        self._channel = channel
         self._clock = clock
         self._starting_until: float | None = clock() + PATIENCE_S  # None: it was met, or waited for long enough
 
@@ -92,7 +94,7 @@ class WorkerClient:
     async def _once(self) -> bool:
         """One session from connecting to its end; whether it came to work."""
         worked = False
-        async with open_channel(self.address) as channel:
+        async with self._channel(self.address) as channel:
             call: Call = worker_pb2_grpc.WorkerStub(channel).Session()
             try:
                 session = await self._shake_hands(call)

@@ -17,9 +17,9 @@ from ...errors import ConfigError, TwostrokeError, Unavailable
 from ...kvtransfer.process import host_id
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
-from ..grpc_setup import Health, add_health_and_reflection, bind, create_server
+from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import ProcessIdentity, draw_identity
-from ..interceptor import ErrorInterceptor
+from ..security.cluster import warn_of_open_worker, worker_credentials, worker_server
 from ..settings import WorkerSettings, split_address
 from ..stopping import Stopping, unless
 from .cache_publisher import CachePublisher
@@ -49,7 +49,7 @@ async def serve(settings: WorkerSettings, *, bars: bool = False) -> str | None:
     stopping = Stopping()
     stopping.install()
     identity = draw_identity(settings.name or f"{settings.role}-{os.getpid()}", host_id())
-    server = create_server([ErrorInterceptor()])
+    server = worker_server(settings)
     servicer = WorkerServicer()
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     health = await add_health_and_reflection(server, [SERVICE])
@@ -175,9 +175,11 @@ class Worker:
 
 def _listen(server: grpc.aio.Server, settings: WorkerSettings) -> str:
     try:
-        return bind(server, settings.listen)
+        address = bind(server, settings.listen, worker_credentials(settings))
     except RuntimeError as error:
         raise ConfigError(f"listen: cannot listen on {settings.listen} (is it in use?)", field="listen") from error
+    warn_of_open_worker(settings)
+    return address
 
 
 def advertised(settings: WorkerSettings, address: str) -> str:

@@ -14,6 +14,7 @@ from ..handover.liveness import Liveness
 from ..handover.prefill import PrefillHandover
 from ..handover.wire_link import PoolOffer
 from ..identity import ProcessIdentity
+from ..security.cluster import cluster_dialer
 from ..settings import WorkerSettings
 from .worker_engine import WorkerEngine
 
@@ -64,7 +65,7 @@ def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerE
         descriptor=shared.descriptor,
     )
     liveness = Liveness(identity.host, silence_s=settings.silence_s)
-    links = LinkClient(identity, loaded.form, liveness, offer)
+    links = LinkClient(identity, loaded.form, liveness, offer, channel=cluster_dialer(settings))
     handover = DecodeHandover(
         engine.core, links, engine.pool, pool_id=offer.pool, ticket_valid_s=settings.ticket_valid_s
     )

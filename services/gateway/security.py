@@ -1,0 +1,80 @@
+"""A gateway's security, made of its settings."""
+
+import logging
+
+import grpc.aio
+
+from ...errors import ConfigError
+from ..grpc_setup import connection_limits, create_server
+from ..interceptor import ErrorInterceptor
+from ..security.cluster import is_local
+from ..security.peer_names import PeerNames
+from ..security.tls import TlsFiles, server_credentials
+from ..settings import GatewaySettings
+from .auth import Authenticator, TokenCheck
+from .auth_interceptor import AuthInterceptor
+
+logger = logging.getLogger(__name__)
+
+
+def authenticator(settings: GatewaySettings) -> Authenticator:
+    """Of all doors. ConfigError where keys or tokens cannot be checked as asked."""
+    return Authenticator(settings.api_keys, _tokens(settings), default_requests=settings.tenant_requests)
+
+
+def _tokens(settings: GatewaySettings) -> TokenCheck | None:
+    if settings.jwt_keys is None:
+        return None
+    for name in ("jwt_audience", "jwt_issuer"):
+        if not getattr(settings, name):
+            message = f"{name}: got nothing, takes a text: tokens made for others would be taken with jwt_keys alone"
+            raise ConfigError(message, field=name)
+    from ..security.signed_tokens import Expected, SignedTokens  # an extra, which not every gateway needs
+
+    expected = Expected(settings.jwt_audience, settings.jwt_issuer, settings.jwt_tenant_claim, settings.jwt_admin_scope)
+    return SignedTokens(settings.jwt_keys, expected)
+
+
+def door_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
+    """Of the gateway's listener; None: plaintext."""
+    files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    if settings.tls_client_names and settings.tls_client_ca is None:
+        message = "tls_client_ca: got nothing, takes a PEM file, as tls_client_names is given"
+        raise ConfigError(message, field="tls_client_ca")
+    return server_credentials(files, require_client=settings.tls_client_ca is not None)
+
+
+def door_server(
+    settings: GatewaySettings, auth: Authenticator, admin_services: tuple[str, ...], *, tls: bool
+) -> grpc.aio.Server:
+    """With the interceptors and limits that every port for clients has. `tls`: it will listen with certificates."""
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    if tls and settings.tls_client_names:
+        interceptors.append(PeerNames(settings.tls_client_names))
+    if auth.enabled:
+        interceptors.append(AuthInterceptor(auth, admin_services=admin_services))
+    limits = connection_limits(
+        metadata_bytes=settings.max_metadata_bytes,
+        streams=settings.max_streams,
+        idle_s=settings.connection_idle_s,
+        age_s=settings.connection_age_s,
+    )
+    return create_server(interceptors, max_message_bytes=settings.max_message_bytes, limits=limits)
+
+
+def warn_of_open_doors(settings: GatewaySettings, auth: Authenticator) -> None:
+    """Says what is missing where others than this machine can connect."""
+    if is_local(settings.listen):
+        return
+    if settings.tls_cert is None:
+        logger.warning(
+            "%s is reached from other machines without TLS: prompts, answers and keys can be read on the way "
+            "(--tls-cert, --tls-key; or a proxy in front that ends TLS, and --listen 127.0.0.1:PORT)",
+            settings.listen,
+        )
+    if not auth.enabled and settings.tls_client_ca is None:
+        logger.warning(
+            "%s is reached from other machines without authentication: whoever can connect may use the model, and "
+            "drain workers (--api-keys, --jwt-keys or --tls-client-ca)",
+            settings.listen,
+        )
