@@ -38,11 +38,19 @@ UNSEEN = -1  # a token that only the runner knows yet
 
 LayerHook: TypeAlias = Callable[[int, list[ChunkProgress]], None]
 """Called by the runner, on the engine's thread, with a layer's index once that layer's KV of the step is written; only
-in steps that have PREFILL rows. It must not raise and must not touch the engine."""
+in steps that have PREFILL rows. It must not raise and must not touch the engine. With a runner that overlaps, the write
+is launched, on the device's current stream, and not yet computed."""
+
+
+StepWait: TypeAlias = Callable[["Launched"], None]
+"""Called on the engine's thread before the tokens of a launched step are asked for: may wait until it is computed, and
+do something else meanwhile. It must not raise and must not touch the engine, which is in the middle of a step."""
 
 
 class Launched(Protocol):
-    """A step on its way."""
+    """A step on its way. One of a device has an `event` too: its `query()` tells whether it is computed, and its
+    `synchronize()` waits for that.
+    """
 
     def tokens(self) -> list[Token]:
         """Waits until the step is computed; `row.samples` tokens for each row with `sample`, in row order."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
-from .batch import Failed, Launched, LayerHook, Runner
+from .batch import Failed, Launched, LayerHook, Runner, StepWait
 from .block_pool import BlockPool
 from .config import EngineOptions
 from .integrity import check_integrity
@@ -172,8 +172,8 @@ class EngineCore:
         """
         return bool(self._roster.running) or len(self._roster.waiting) > 0 or self._flight is not None
 
-    def step(self, hook: LayerHook | None = None) -> StepResult:
-        """Decides and launches one step. `hook` is called only in steps with PREFILL rows.
+    def step(self, hook: LayerHook | None = None, wait: StepWait | None = None) -> StepResult:
+        """Decides and launches one step. `hook` is called only in steps with PREFILL rows, `wait` before each wait.
 
         With a runner that overlaps, what is launched is computed while the host takes in the step before it, whose
         result this is; otherwise it is the launched one's own. If the runner raises, every sequence of that step fails
@@ -185,16 +185,16 @@ class EngineCore:
         before, self._flight = self._flight, None
         result.progress = before is not None
         if before is not None and before.decisive:
-            self._take_in(before, result)
+            self._take_in(before, result, wait)
             before = None
         plan = self._scheduler.schedule(self._clock())
         result.reserved, result.preempted = plan.reserved, plan.preempted
         result.progress |= bool(plan.rows or plan.reserved or plan.preempted)
         flight = self._launch(plan, hook) if plan.rows else None
         if before is not None:
-            self._take_in(before, result)
+            self._take_in(before, result, wait)
         if flight is not None and (flight.failed or not self._runner.overlaps):
-            self._take_in(flight, result)
+            self._take_in(flight, result, None)
         else:
             self._flight = flight
         self._page_use.look(self._roster.admitted())
@@ -211,8 +211,10 @@ class EngineCore:
             step = Failed(error)
         return self._postprocessor.launched(plan, step, began)
 
-    def _take_in(self, flight: Flight, result: StepResult) -> None:
+    def _take_in(self, flight: Flight, result: StepResult, wait: StepWait | None) -> None:
         """Waits for a launched step."""
+        if wait is not None:
+            wait(flight.step)
         try:
             tokens = flight.step.tokens()
             wanted = sum(row.samples for row in flight.plan.rows if row.sample)

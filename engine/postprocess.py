@@ -103,6 +103,7 @@ class Postprocessor:
                     continue
                 self._take(sequence, own, result)
             if sequence.prefill_only and sequence.computed == len(sequence.tokens):
+                result.prefilled.append(sequence.key)
                 self._end_prefill(sequence)
 
     def arrive(

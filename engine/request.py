@@ -144,6 +144,7 @@ class StepResult:
     failures: list[tuple[SequenceKey, Exception]] = field(default_factory=list)  # dropped by the engine, pages returned
     progress: bool = False  # something ran, was reserved, failed or gave way: another step may find work at once
     preempted: list[SequenceKey] = field(default_factory=list)  # lost their pages: what a hook was told is void
+    prefilled: list[SequenceKey] = field(default_factory=list)  # PREFILL sequences: the last chunk is computed now
     step: int = 0  # counted by whoever drives the engine
 
 

@@ -1,5 +1,6 @@
 """The decode side of the hand-over: `EngineCore` and `Reader` joined; reserved pages become tickets, then KV."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ...engine.batch import LayerHook
+from ...engine.batch import LayerHook, StepWait
 from ...engine.core import EngineCore
 from ...engine.request import (
     FinishReason,
@@ -23,9 +24,10 @@ from ...engine.request import (
 )
 from ...errors import HandoverExpired, InvalidRequest, TwostrokeError
 from ...kvtransfer.messages import Arrived, FirstToken, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
-from ...kvtransfer.pool_pages import pool_bytes, verify_digests
+from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ...kvtransfer.reader import Reader
 from .handover import Emit, PeerAddress, Post, Traffic
+from .inbox import Inbox, always
 from .known_writers import KnownWriters
 from .link_events import WriterLinks
 
@@ -60,53 +62,63 @@ class DecodeHandover:
         *,
         pool_id: int,
         ticket_valid_s: float = 60.0,
+        digester: Digester | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool_id`: as in the offer. `ticket_valid_s`: how long a writer may take, from its ticket on."""
+        """`pool_id`: as in the offer. `ticket_valid_s`: how long a writer may take, from its ticket on. `digester`: of
+        the pool's pages; by default the CPU.
+        """
         layers, page_size = pool.shape[0], pool.shape[4]
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
         self.traffic = Traffic()
         self._core = core
         self._links = links
-        self._bytes = pool_bytes(pool)
+        self._digester = digester or CpuDigester(pool_bytes(pool))
+        self._inbox = Inbox(pool.device, ordered=True)
+        self.wait: StepWait | None = self._inbox.wait
         self._clock = clock
-        self._post: Post
         self._emit: Emit
         self._awaited: dict[SequenceKey, _Awaited] = {}
         self._writers = KnownWriters()
         self._outbox: dict[int, list[FromReader]] = {}
         self._result = StepResult()
 
+    def close(self) -> None:
+        """Ends its threads, once the engine's has ended."""
+        self._inbox.close()
+        self._digester.close()
+
     # Event loop
 
     def attach(self, post: Post, emit: Emit) -> None:
         """See `Handover`."""
-        self._post, self._emit = post, emit
+        self._emit = emit
+        self._inbox.attach(post)
         self._links.attach(self)
 
     def writer_up(self, writer: int) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_up(writer))
+        self._inbox.tell(lambda: self._on_up(writer))
 
     def writer_down(self, writer: int) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_down(writer))
+        self._inbox.tell(lambda: self._on_down(writer))
 
     def writer_dead(self, writer: int) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_dead(writer))
+        self._inbox.tell(lambda: self._on_dead(writer))
 
     def writer_refused(self, writer: int, reason: str, final: bool) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_refused(writer, reason, final))
+        self._inbox.tell(lambda: self._on_refused(writer, reason, final))
 
     def writer_replaced(self, writer: int, reason: str) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_refused(writer, reason, True))
+        self._inbox.tell(lambda: self._on_refused(writer, reason, True))
 
     def received(self, writer: int, message: FromWriter) -> None:
         """See `WriterEvents`."""
-        self._post(lambda: self._on_message(writer, message))
+        self._inbox.tell(lambda: self._on_message(writer, message), always)
 
     # Engine thread: Handover
 
@@ -133,7 +145,8 @@ class DecodeHandover:
             self._flush()
 
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
-        """Sends tickets for what was reserved."""
+        """What a step held up; then sends tickets for what was reserved."""
+        self._inbox.step_ended()
         for reservation in result.reserved:
             awaited = self._awaited.get(reservation.key)
             if awaited is None:
@@ -227,17 +240,39 @@ class DecodeHandover:
                 case Verify() as verify:
                     todo.extend(self._verify(verify))
                 case Arrived() as arrived:
-                    self._arrived(arrived)
+                    self._inbox.engine(lambda arrived=arrived: self._arrived(arrived))  # type: ignore[misc]
                 case Lost(key=SequenceKey() as key, reason=reason):
-                    if self._awaited.pop(key, None) is not None:
-                        self._fail(key, reason)
+                    self._inbox.engine(lambda key=key, reason=reason: self._lost(key, reason))  # type: ignore[misc]
                 case Unhold(writer=writer, ticket=ticket):
-                    self._core.pool.unhold((writer, ticket))
+                    self._inbox.engine(lambda hold=(writer, ticket): self._unhold(hold))  # type: ignore[misc]
                 case other:
                     raise TwostrokeError(f"not an instruction for a reader: {other}")
 
+    def _lost(self, key: SequenceKey, reason: str) -> None:
+        if self._awaited.pop(key, None) is not None:
+            self._fail(key, reason)
+
+    def _unhold(self, hold: tuple[int, int]) -> None:
+        self._core.pool.unhold(hold)
+
     def _verify(self, verify: Verify) -> list[Instruction]:
-        digests = verify_digests(self._bytes, verify)
+        """Starts to compute digests. What is there at once is told at once."""
+        engine, at_once = threading.get_ident(), list[bytes]()
+
+        def digested(digests: bytes) -> None:
+            if threading.get_ident() == engine:
+                at_once.append(digests)
+            else:
+                self._inbox.tell(lambda: self._on_digests(verify, digests), always)
+
+        self._digester.start(verify, digested)
+        return self._digested(verify, at_once[0]) if at_once else []
+
+    def _on_digests(self, verify: Verify, digests: bytes) -> None:
+        self._run(self._digested(verify, digests))
+        self._flush()
+
+    def _digested(self, verify: Verify, digests: bytes) -> list[Instruction]:
         return self.reader.digested(
             verify.writer,
             verify.ticket,
@@ -278,7 +313,7 @@ class DecodeHandover:
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
             self._links.send(outbox)
-        if self._result.outputs or self._result.failures:
+        if not self._inbox.in_step and (self._result.outputs or self._result.failures):
             result, self._result = self._result, StepResult()
             self._emit(result)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from ...engine.batch import LayerHook
+from ...engine.batch import LayerHook, StepWait
 from ...engine.request import Request, SequenceKey, SequenceOutput, StepResult
 
 Post: TypeAlias = Callable[[Callable[[], None]], None]
@@ -54,6 +54,9 @@ class Handover(Protocol):
     hook: LayerHook | None
     """Handed to `core.step`."""
 
+    wait: StepWait | None
+    """Handed to `core.step`."""
+
     traffic: Traffic
     """See there."""
 
@@ -91,6 +94,7 @@ class NoHandover:
     """For role `both`: whole requests only."""
 
     hook: LayerHook | None = None
+    wait: StepWait | None = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()

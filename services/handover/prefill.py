@@ -5,11 +5,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...engine.batch import LayerHook
+from ...engine.batch import LayerHook, StepWait
 from ...engine.core import EngineCore
 from ...engine.request import (
     ChunkProgress,
@@ -21,6 +21,7 @@ from ...engine.request import (
     Work,
     sample_keys,
 )
+from ...engine.sequence import State
 from ...errors import InvalidRequest, TwostrokeError
 from ...kvtransfer.messages import (
     ClosePool,
@@ -38,10 +39,14 @@ from ...kvtransfer.peer_pools import PeerPools
 from ...kvtransfer.transport import Transport
 from ...kvtransfer.writer import Writer
 from .handover import Emit, PeerAddress, Post, Traffic
+from .inbox import Inbox, always
 from .link_events import ReaderLinks
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)
+
+_WITH_PAGES = (State.RUNNING, State.HELD)
+_PROGRESS_S = 0.005  # while a step is waited for, readers are told no more often than this what has landed
 
 
 @dataclass(slots=True)
@@ -52,21 +57,14 @@ class _Prefill:
     first: tuple[FirstToken, ...] = ()  # once sampled; kept over a preemption, which does not sample again
 
 
-@dataclass(slots=True)
-class _Event:
-    """Something that a link told."""
-
-    handle: Callable[[], list[Instruction]]
-    key: SequenceKey | None = field(default=None)  # of a ticket
-
-
 class PrefillHandover:
     """Implements `Handover` for role `prefill`, and `ReaderEvents` for its links.
 
-    What links tell is queued, and handled between steps or, in a long prefill, between its layers: a ticket that comes
-    in the middle of a step is served from that layer on. Within a step the engine must not be touched, so what concerns
-    it waits for the step's end; and a ticket for a sequence that is not in the step waits as well, because that
-    sequence's pages may have been taken from it by this very step.
+    What links tell, and copies that are done, is queued, and handled between steps or, in a long prefill, between its
+    layers and while the host waits for it: a ticket that comes in the middle of a step is served from that layer on.
+    Within a step the engine must not be touched, so what concerns it waits for the step's end; and a ticket for a
+    sequence that has no pages waits as well, because it may have lost them by this very step. Steps may overlap: the
+    hook tells what the next one will write, `stepped` what the one before it has brought about.
     """
 
     def __init__(
@@ -75,59 +73,63 @@ class PrefillHandover:
         links: ReaderLinks,
         pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
         *,
+        written: Callable[[int], None] = lambda layer: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: the engine's, from which pages are pushed."""
+        """`pool`: the engine's, from which pages are pushed. `written`: told, on the engine's thread, when a step's
+        write of a layer is launched, before any copy that reads it (`CudaSource.written`).
+        """
         self.writer = Writer(layers=pool.shape[0], page_size=pool.shape[4])
         self.hook: LayerHook | None = self._hook
+        self._inbox = Inbox(pool.device, ordered=False, then=self._tell_progress)
+        self.wait: StepWait | None = self._inbox.wait
         self.traffic = Traffic()
         self._core = core
         self._links = links
         self._pools = PeerPools()
+        self._written = written
         self._clock = clock
-        self._post: Post
         self._emit: Emit
-        self._inbox: deque[_Event] = deque()  # filled by the loop, emptied by the engine's thread
-        self._postponed: list[_Event] = []
         self._prefills: dict[SequenceKey, _Prefill] = {}
-        self._in_step: frozenset[SequenceKey] | None = None  # within a step: its PREFILL sequences
-        self._whole: set[SequenceKey] = set()  # their last chunk runs in this step
+        self._told = 0.0  # when progress was told last
         self._failed: dict[SequenceKey, Exception] = {}  # in this step's hook
-        self._after_step: list[Callable[[], None]] = []
         self._outbox: dict[int, list[FromWriter]] = {}
         self._result = StepResult()
 
     def close(self) -> None:
         """Lets go of all pools, once the engine's thread has ended."""
+        self._inbox.close()
         self._pools.close()
 
     # Event loop
 
     def attach(self, post: Post, emit: Emit) -> None:
         """See `Handover`."""
-        self._post, self._emit = post, emit
+        self._emit = emit
+        self._inbox.attach(post)
         self._links.attach(self)
 
     def reader_up(self, reader: int, offer: PoolOffer, transport: Transport) -> None:
         """See `ReaderEvents`."""
-        self._tell(_Event(lambda: self._on_up(reader, offer, transport)))
+        self._tell(lambda: self._on_up(reader, offer, transport))
 
     def reader_down(self, reader: int) -> None:
         """See `ReaderEvents`."""
-        self._tell(_Event(lambda: self.writer.reader_down(reader, self._clock())))
+        self._tell(lambda: self.writer.reader_down(reader, self._clock()))
 
     def reader_dead(self, reader: int) -> None:
         """See `ReaderEvents`."""
-        self._tell(_Event(lambda: self.writer.reader_dead(reader)))
+        self._tell(lambda: self.writer.reader_dead(reader))
 
     def received(self, reader: int, message: FromReader) -> None:
         """See `ReaderEvents`."""
         key = message.key if isinstance(message, Ticket) and isinstance(message.key, SequenceKey) else None
-        self._tell(_Event(lambda: self.writer.receive(reader, message, self._clock()), key))
+        self._tell(lambda: self.writer.receive(reader, message, self._clock()), key)
 
-    def _tell(self, event: _Event) -> None:
-        self._inbox.append(event)
-        self._post(self._drain)
+    def _tell(self, event: Callable[[], list[Instruction]], key: SequenceKey | None = None) -> None:
+        """`key`: of a ticket, which waits where its sequence has no pages: it may have lost them by this very step."""
+        within = always if key is None else lambda: self._core.state_of(key) in _WITH_PAGES
+        self._inbox.tell(lambda: self._handle(event()), within)
 
     # Engine thread: Handover
 
@@ -151,10 +153,7 @@ class PrefillHandover:
 
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
         """Tells the machine of preemptions and first tokens; then what had to wait for the step's end."""
-        self._in_step = None
-        after_step, self._after_step = self._after_step, []
-        for action in after_step:
-            action()
+        self._inbox.step_ended()
         for key in result.preempted:
             if key in self._prefills:
                 self._run(self.writer.restarted(key))
@@ -166,12 +165,10 @@ class PrefillHandover:
         failed, self._failed = self._failed, {}
         for key in failed.keys() - dropped:
             self._fail(key, failed[key])
-        whole, self._whole = self._whole - dropped, set()
-        for key in whole:
-            self._done(key)
-        postponed, self._postponed = self._postponed, []
-        for event in postponed:
-            self._run(event.handle())
+        for key in result.prefilled:
+            if key not in dropped and key not in result.preempted:
+                self._done(key)
+        self._inbox.drain()
         self._run(self.writer.step_ended())
         self._flush()
         return []
@@ -191,23 +188,24 @@ class PrefillHandover:
 
     def _hook(self, layer: int, progress: list[ChunkProgress]) -> None:
         """After each layer of a step. Must not raise: a failure costs the sequence, not the step."""
-        if self._in_step is None:
-            self._in_step = frozenset(chunk.key for chunk in progress)
-        try:
-            self._drain()
-        except Exception:
-            log.exception("an event of a link failed within a step")
+        self._written(layer)
+        self._inbox.within_step()
         for chunk in progress:
             if chunk.key in self._failed:
                 continue
             try:
                 self._run(self.writer.pages_ready(chunk.key, layer, chunk.pages, chunk.ready, chunk.total))
-                if chunk.ready == chunk.total:
-                    self._whole.add(chunk.key)
             except Exception as error:
                 log.exception("the pages of a layer could not be pushed")
                 self._failed[chunk.key] = error
         self._flush_messages()
+
+    def _tell_progress(self) -> None:
+        """So that readers digest what has landed while the rest is computed."""
+        if (now := self._clock()) >= self._told + _PROGRESS_S:
+            self._told = now
+            self._run(self.writer.step_ended())
+            self._flush()
 
     def _fail(self, key: SequenceKey, error: Exception) -> None:
         samples = self._core.abandon(key)
@@ -226,16 +224,9 @@ class PrefillHandover:
 
     # Engine thread: what both have in common
 
-    def _drain(self) -> None:
-        while self._inbox:
-            event = self._inbox.popleft()
-            if event.key is not None and self._in_step is not None and event.key not in self._in_step:
-                self._postponed.append(event)
-            else:
-                self._run(event.handle())
-        self._flush_messages()
-        if self._in_step is None:
-            self._flush()
+    def _handle(self, instructions: Iterable[Instruction]) -> None:
+        self._run(instructions)
+        self._flush()
 
     def _on_up(self, reader: int, offer: PoolOffer, transport: Transport) -> list[Instruction]:
         self._pools.add(reader, transport)
@@ -251,9 +242,9 @@ class PrefillHandover:
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Ticketed(key=SequenceKey() as key):
                     self.traffic.tickets += 1
-                    self._engine(lambda key=key: self._core.ticketed(key))  # type: ignore[misc]
+                    self._inbox.engine(lambda key=key: self._core.ticketed(key))  # type: ignore[misc]
                 case Release(key=SequenceKey() as key):
-                    self._engine(lambda key=key: self._release(key))  # type: ignore[misc]
+                    self._inbox.engine(lambda key=key: self._release(key))  # type: ignore[misc]
                 case ClosePool(reader=reader):
                     self._pools.drop(reader)
                 case other:
@@ -268,7 +259,7 @@ class PrefillHandover:
             if threading.get_ident() == engine:
                 at_once.append(digests)
             else:
-                self._tell(_Event(lambda: self._copied(number, digests)))
+                self._tell(lambda: self._copied(number, digests))
 
         self._pools.push(copy, done)
         if at_once:
@@ -278,17 +269,11 @@ class PrefillHandover:
 
     def _copied(self, copy: int, digests: bytes) -> list[Instruction]:
         """The host saw a copy completed that was not done at once."""
-        self._engine(lambda: self._let_go(copy))
+        self._inbox.engine(lambda: self._let_go(copy))
         return self.writer.copied(copy, digests)
 
     def _let_go(self, copy: int) -> None:
         self._core.pool.unhold(("copy", copy))
-
-    def _engine(self, action: Callable[[], None]) -> None:
-        if self._in_step is None:
-            action()
-        else:
-            self._after_step.append(action)
 
     def _release(self, key: SequenceKey) -> None:
         self._core.release(key)
@@ -298,7 +283,7 @@ class PrefillHandover:
     def _flush(self) -> None:
         """One event's messages cross to the loop at once; its failures go to the sessions."""
         self._flush_messages()
-        if self._result.failures:
+        if self._result.failures and not self._inbox.in_step:
             result, self._result = self._result, StepResult()
             self._emit(result)
 

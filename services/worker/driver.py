@@ -181,7 +181,7 @@ class Driver:
 
     def _step(self) -> bool:
         """One step. False: it could do nothing, and could not until something happens."""
-        result = self.core.step(self.handover.hook)
+        result = self.core.step(self.handover.hook, self.handover.wait)
         self._faults.note(result)
         self.steps += 1
         self._idle_check.touch()

@@ -88,7 +88,7 @@ class Side:
         return key
 
     def step(self) -> None:
-        result = self.core.step(self.handover.hook)
+        result = self.core.step(self.handover.hook, self.handover.wait)
         self.handover.stepped(result)
         self.collect(result)
 

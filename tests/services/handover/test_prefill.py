@@ -49,7 +49,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        self.closed = False
+        self.closed = self.gone = False
         self.fails = False
         self.later = False
         self.started: list[tuple[kv.Copy, Done]] = []
@@ -72,6 +72,9 @@ class Transport:
 
     def probe(self) -> float:
         return 1.0
+
+    def peer_gone(self) -> None:
+        self.gone = True
 
     def close(self) -> None:
         self.closed = True
@@ -139,7 +142,7 @@ class Side:
         return ids
 
     def step(self) -> StepResult:
-        result = self.core.step(self.handover.hook)
+        result = self.core.step(self.handover.hook, self.handover.wait)
         self.handover.stepped(result)
         for key, _ in result.failures:
             self.handover.gone(key)
@@ -211,7 +214,7 @@ def test_a_ticket_in_the_middle_of_a_step_is_served_there_and_the_engine_learns_
             side.ticket(1, key, 3, run=False)
 
     side.runner.after_layer = between
-    result = side.core.step(side.handover.hook)
+    result = side.core.step(side.handover.hook, side.handover.wait)
     assert [side.transport.pages(layer) for layer in range(LAYERS)] == [[10, 11, 12]] * LAYERS
     assert side.links.of(kv.Complete) == []
     side.handover.stepped(result)
@@ -221,16 +224,16 @@ def test_a_ticket_in_the_middle_of_a_step_is_served_there_and_the_engine_learns_
     side.over()
 
 
-def test_a_ticket_for_a_sequence_outside_of_the_step_waits_for_its_end(side: Side) -> None:
+def test_a_ticket_for_a_sequence_outside_of_the_step_is_served_within_it(side: Side) -> None:
     side.up()
     first = side.submit([1, 2, 3])
     side.step()
     second = side.submit([4, 5, 6])
     side.runner.after_layer = lambda layer, rows: layer or side.ticket(1, first, 1, run=False)
-    result = side.core.step(side.handover.hook)
-    assert side.transport.copies == []
-    side.handover.stepped(result)
+    result = side.core.step(side.handover.hook, side.handover.wait)
     assert len(side.transport.copies) == LAYERS
+    side.handover.stepped(result)
+    assert len(side.links.of(kv.Complete)) == 1
     side.say(kv.Accepted(1))
     side.core.cancel(second)
     side.handover.gone(second)
@@ -270,6 +273,31 @@ def test_a_preempted_sequence_is_pushed_from_its_new_pages() -> None:
     assert side.transport.pages(0) == list(range(50, 75))
     assert side.tokens[first] == expected_tokens(prompt, 1)  # once
     assert side.links.of(kv.Complete)[1].first_tokens[0].token_id == side.tokens[first][0]
+    side.say(kv.Accepted(2))
+    side.over()
+
+
+def test_a_ticket_for_a_sequence_that_lost_its_pages_by_the_very_step_waits_for_its_end() -> None:
+    side = Side(unticketed_share=1.0)
+    side.up()
+    first = side.submit(random_prompt(5, 100))
+    side.step()
+    side.step()
+    second = side.submit(random_prompt(6, 60), start_now=False)
+    side.ticket(1, second, 15)
+
+    def between(layer: int, rows: Any) -> None:
+        if layer == 0:
+            side.say(kv.Ticket(2, first, POOL, tuple(range(50, 75)), 0, 60.0), run=False)
+
+    side.runner.after_layer = between
+    assert side.step().preempted == [first]
+    side.runner.after_layer = lambda layer, rows: None
+    side.say(kv.Accepted(1))
+    assert side.transport.pages(0) == list(range(10, 25))  # nothing of the other is there any more
+    while len(side.links.of(kv.Complete)) != 2:
+        assert side.step().progress
+    assert side.transport.pages(0) == [*range(10, 25), *range(50, 75)]
     side.say(kv.Accepted(2))
     side.over()
 

@@ -69,7 +69,7 @@ class ScriptedCore:
         self.asked += 1
         return self.busy or bool(self.steps)
 
-    def step(self, hook: object = None) -> StepResult:
+    def step(self, hook: object = None, wait: object = None) -> StepResult:
         self.threads.add(threading.get_ident())
         self.count += 1
         if not self.steps:

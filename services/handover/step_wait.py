@@ -1,0 +1,58 @@
+"""The engine's thread between the launch of a step and its end: it waits for that and for news, whichever comes."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ...engine.batch import Launched
+from ...kvtransfer.event_waiter import EventWaiter
+
+
+class NewsWait:
+    """An `engine.batch.StepWait`. A prompt's step takes a GPU up to seconds: tickets, and copies that are done, are
+    handled meanwhile. Where steps are computed at once it does nothing.
+    """
+
+    def __init__(self, handle: Callable[[], None], device: torch.device) -> None:
+        """`handle`: deals with all news; on the engine's thread, within a step."""
+        self._handle = handle
+        self._device = device
+        self._wake = threading.Event()
+        self._waiter: EventWaiter | None = None
+
+    def tell(self) -> None:
+        """There are news. Any thread."""
+        self._wake.set()
+
+    def __call__(self, step: Launched) -> None:
+        """Returns once the step is computed, or the device failed: its tokens can be asked for."""
+        event = getattr(step, "event", None)
+        if event is None:
+            return
+        self._wake.clear()
+        self._handle()
+        if event.query():
+            return
+        if self._waiter is None:
+            self._waiter = EventWaiter("step-wait", self._begin)
+        ended = threading.Event()
+
+        def seen(error: Exception | None) -> None:  # what went wrong, the step's tokens will tell
+            ended.set()
+            self._wake.set()
+
+        self._waiter.add(event, seen)
+        while not ended.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            self._handle()
+
+    def close(self) -> None:
+        """Ends its thread."""
+        if self._waiter is not None:
+            self._waiter.close()
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":  # or the thread would make itself a context on the first one
+            torch.cuda.set_device(self._device)
