@@ -23,16 +23,16 @@ class DrawnStep:
 
     def __init__(self, event: "torch.cuda.Event | None", draws: Sequence[Draw], host: "_Host", top: int) -> None:
         self.waited_s = 0.0  # how long the host waited for the device
-        self._event = event
+        self.event = event
         self._draws = draws
         self._host = host
         self._top = top
 
     def tokens(self) -> list[Token]:
         """Waits until the step is computed. Once: the memory behind it is used again."""
-        if self._event is not None:
+        if self.event is not None:
             began = time.perf_counter()
-            self._event.synchronize()
+            self.event.synchronize()
             self.waited_s = time.perf_counter() - began
         ids = self._host.tokens[: len(self._draws)].tolist()
         if not self._top:
@@ -47,13 +47,13 @@ class Silent:
 
     def __init__(self, event: "torch.cuda.Event | None") -> None:
         self.waited_s = 0.0
-        self._event = event
+        self.event = event
 
     def tokens(self) -> list[Token]:
         """Waits until the step is computed."""
-        if self._event is not None:
+        if self.event is not None:
             began = time.perf_counter()
-            self._event.synchronize()
+            self.event.synchronize()
             self.waited_s = time.perf_counter() - began
         return []
 
@@ -80,11 +80,14 @@ class Draws:
         self._values = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.float32, device=device)
         self._ids = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.int64, device=device)
         self._hosts = [_Host(rows, device.type == "cuda") for _ in range(DEPTH)]
+        self._spare = _Host(rows, device.type == "cuda")  # of draws that are waited for
         self._turn = 0
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, DrawnStep | list[Token]]:
+    def draw(
+        self, logits: Tensor, draws: Sequence[Draw], *, wait: bool = False
+    ) -> tuple[Tensor, DrawnStep | list[Token]]:
         """`logits`: [len(draws), vocab]. Returns the tokens on the device, int64 [len(draws)], valid until the next
-        call, and what tells the host of them: tokens at once where the plain sampler had to wait for the device.
+        call, and what tells the host of them: tokens at once with `wait`, or where the plain sampler had to wait.
         """
         tokens = self._tokens[: len(draws)]
         if any(_plain(one) for one in draws):
@@ -95,11 +98,13 @@ class Draws:
             draw_greedy(logits, tokens, self._scratch)
         else:
             draw(logits, self._params(draws), tokens, self._scratch)
-        return tokens, self._send(logits, tokens, draws)
-
-    def _send(self, logits: Tensor, tokens: Tensor, draws: Sequence[Draw]) -> DrawnStep:
+        if wait:
+            return tokens, self._send(logits, tokens, draws, self._spare).tokens()
         self._turn = (self._turn + 1) % DEPTH
-        host, count = self._hosts[self._turn], len(draws)
+        return tokens, self._send(logits, tokens, draws, self._hosts[self._turn])
+
+    def _send(self, logits: Tensor, tokens: Tensor, draws: Sequence[Draw], host: "_Host") -> DrawnStep:
+        count = len(draws)
         host.tokens[:count].copy_(tokens, non_blocking=True)
         wanted = [k for one in draws if (k := one.params.logprobs) is not None]
         top = 1 + max(wanted) if wanted else 0

@@ -81,7 +81,7 @@ class CudaRunner:
         layout = self._arrange(rows)
         drawing = [row for row in rows if row.sample]
         size = 0
-        if layout.singles == len(rows) == len(drawing) and hook is None and not any(row.scoring for row in rows):
+        if layout.singles == len(rows) and hook is None and all(map(_decodes, rows)):
             size = self.graphs.size_for(len(rows))
         if size:
             slots = self._send_decode(layout, size).slots[: len(rows)]
@@ -106,12 +106,29 @@ class CudaRunner:
         ]
         if not draws:
             return Silent(self._stream.record_event() if self._stream is not None else None)
-        if len(draws) > len(drawing):  # all samples of a prompt begin with the same logits
-            counts = torch.tensor([row.samples for row in drawing], device=self._device)
-            logits = logits.repeat_interleave(counts, dim=0)
+        if len(draws) > len(drawing):
+            return self._draw_samples(drawing, draws, logits, slots)
         tokens, drawn = self._draws.draw(logits, draws)
         keep_tokens(self._state.last_tokens, slots, tokens)
         return Computed(drawn) if isinstance(drawn, list) else drawn
+
+    def _draw_samples(self, drawing: list[Row], draws: list[Draw], logits: Tensor, slots: Tensor) -> Launched:
+        """As `_draw`, where a row draws several times: all samples of a prompt begin with the same logits.
+
+        A prompt takes one place in a prefill worker's batch, and keeps drawing for samples that are cancelled: there
+        may be more draws than the batch has places. Then they are drawn a batch at a time, and waited for.
+        """
+        sources = [i for i, row in enumerate(drawing) for _ in range(row.samples)]
+        most, told = self._options.max_batch, []
+        for start in range(0, len(draws), most):
+            part = slice(start, start + most)
+            own = logits[torch.tensor(sources[part], device=self._device)]
+            tokens, drawn = self._draws.draw(own, draws[part], wait=len(draws) > most)
+            keep_tokens(self._state.last_tokens, slots[part], tokens)
+            if not isinstance(drawn, list):
+                return drawn
+            told += drawn
+        return Computed(told)
 
     def _arrange(self, rows: list[Row]) -> _Layout:
         ordered = sorted(rows, key=lambda row: len(row.token_ids) > 1)
@@ -211,6 +228,11 @@ class CudaRunner:
         if self._stream is not None:  # the caller goes on on its own
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return logits
+
+
+def _decodes(row: Row) -> bool:
+    """Whether a row of one token does what those of a captured step do: draws one token, and nothing else."""
+    return row.sample and row.samples == 1 and row.scoring is None
 
 
 def _scored(layout: _Layout, rows: list[Row]) -> list[int]:

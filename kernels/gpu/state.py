@@ -25,7 +25,7 @@ def _set_table_kernel(
     tl.store(last_tokens + slot, value.to(tl.int64), mask=inside & (index < 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
 def _keep_tokens_kernel(
     last_tokens,  # int64 [slots]
     slots,  # int32 [rows]

@@ -1,0 +1,148 @@
+"""The GPU's runner where steps are odd: against what the plain runner makes of the same requests."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twostroke.engine.config import EngineOptions
+from twostroke.engine.core import EngineCore
+from twostroke.engine.cuda.graphs import DecodeGraphs
+from twostroke.engine.cuda.runner import CudaRunner
+from twostroke.engine.model_config import ModelConfig
+from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work, sample_keys
+from twostroke.engine.runner import ModelRunner
+from twostroke.engine.weights import load_weights
+
+PAGES = 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOT = SamplingParams(temperature=1.0, seed=5, max_tokens=4, ignore_eos=True)
+
+
+class Replayed(DecodeGraphs):
+    """Decode graphs without a GPU: what would be captured is launched again, on the same memory."""
+
+    def __init__(self, runner: CudaRunner, sizes: tuple[int, ...]) -> None:
+        super().__init__(sizes)
+        self._launches = {size: runner._padding_step(size) for size in sizes}
+        self.replayed: list[int] = []
+
+    def size_for(self, rows: int) -> int:
+        return next((size for size in self.sizes if size >= rows), 0)
+
+    def replay(self, size: int) -> Tensor:
+        self.replayed.append(size)
+        return self._launches[size]()
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tiny.make_tiny_llama(tmp_path_factory.mktemp("edges"), hidden=64, layers=1, context=256)
+    return path
+
+
+def build(path: Path, runner: type[Any], **options: Any) -> EngineCore:
+    config = ModelConfig.from_dir(path)
+    chosen = EngineOptions(**{"dtype": "float32", "page_size": 16, "max_batch": 4, "token_budget": 64, **options})
+    device = DEVICE if runner is CudaRunner else "cpu"
+    shape = (config.layers, PAGES, 2, config.kv_heads, chosen.page_size, config.head_dim)
+    pool = torch.full(shape, float("nan"), device=device)  # what was not written must not be seen
+    return EngineCore(
+        runner(config, load_weights(path, config, torch.float32, device), chosen, pool),
+        chosen,
+        pages=PAGES,
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        cache_root=b"x",
+    )
+
+
+def ask(core: EngineCore, number: int, tokens: int, work: Work = Work.ALL, samples: int = 1) -> SequenceKey:
+    ids = [(number * 37 + 5 * at) % 200 + 3 for at in range(tokens)]
+    request = Request(SequenceKey(1, number, 0, 0), ids, HOT, work, samples=samples)
+    core.add(request)
+    return request.key
+
+
+def step(core: EngineCore, told: dict[SequenceKey, list[int]]) -> None:
+    result = core.step()
+    assert not result.failures
+    for output in result.outputs:
+        told.setdefault(output.key, []).extend(token.token_id for token in output.tokens)
+    core.check_integrity()
+
+
+def drain(core: EngineCore, told: dict[SequenceKey, list[int]] | None = None) -> dict[SequenceKey, list[int]]:
+    told = {} if told is None else told
+    while core.has_work():
+        step(core, told)
+    return told
+
+
+def with_graphs(core: EngineCore, *sizes: int) -> Replayed:
+    runner = core._runner
+    assert isinstance(runner, CudaRunner)
+    with torch.inference_mode():
+        runner.graphs = graphs = Replayed(runner, sizes)
+    return graphs
+
+
+def test_more_samples_than_the_batch_holds_end_their_prompts_in_one_step(model: Path) -> None:
+    """On a prefill worker a prompt takes one place, however many first tokens it draws."""
+    answers = []
+    for runner in (ModelRunner, CudaRunner):
+        core = build(model, runner, max_batch=2)
+        for number, tokens in enumerate((7, 1)):
+            ask(core, number, tokens, Work.PREFILL, samples=9)
+        answers.append(drain(core))
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 18
+
+
+def test_cancelled_samples_are_drawn_beside_a_full_batch(model: Path) -> None:
+    """A prompt draws for the samples that it had; those cancelled since have given up their places."""
+    answers = []
+    for runner in (ModelRunner, CudaRunner):
+        core = build(model, runner, max_batch=4)
+        wide = ask(core, 0, 6, samples=4)
+        for key in sample_keys(wide, 4)[1:]:
+            core.cancel(key)
+        for number in (1, 2, 3):
+            ask(core, number, 5)
+        answers.append(drain(core))
+    assert answers[0] == answers[1]
+
+
+def test_a_prompt_of_one_token_for_several_samples_beside_sequences_that_decode(model: Path) -> None:
+    """Such a step has the form of one that decodes, but more draws than rows."""
+    answers = []
+    for runner in (ModelRunner, CudaRunner):
+        core = build(model, runner, max_batch=6)
+        graphs = with_graphs(core, 1, 2, 4, 6) if runner is CudaRunner else None
+        told: dict[SequenceKey, list[int]] = {}
+        ask(core, 0, 5)
+        step(core, told)
+        step(core, told)
+        ask(core, 1, 1, samples=3)
+        ask(core, 2, 1)
+        answers.append(drain(core, told))
+    assert graphs is not None
+    assert len(graphs.replayed) > 3
+    assert answers[0] == answers[1]
+
+
+def test_a_token_budget_below_the_batch(model: Path) -> None:
+    """No step, a captured one with its padding rows neither, has more rows than the budget has tokens."""
+    answers = []
+    for runner in (ModelRunner, CudaRunner):
+        core = build(model, runner, max_batch=40, token_budget=16)
+        if runner is CudaRunner:
+            with_graphs(core, core._options.max_batch)
+        for number in range(3):
+            ask(core, number, 2)
+        answers.append(drain(core))
+    assert answers[0] == answers[1]
