@@ -40,7 +40,7 @@ class Admission:
     def __init__(self, roster: Roster, options: EngineOptions) -> None:
         self._roster = roster
         self._reserve = options.reserve
-        self._max_batch = max(1, min(options.max_batch, options.token_budget - 1))  # so that prompts always get a token
+        self._max_batch = options.max_batch
         self._watermark = int(options.watermark * roster.pool.usable)
         self._unticketed_pages = int(options.unticketed_share * roster.pool.usable)
         self.output_length = OutputLength()

@@ -29,7 +29,7 @@ class EngineOptions:
     page_size: int = 0  # 0: by device
     kv_memory: int = 0  # bytes of the page pool; 0: by device, on a GPU what `gpu_memory` leaves
     gpu_memory: float = 0.9  # most of the GPU's memory that the process takes: a share up to 1, else bytes
-    max_batch: int = 0  # sequences that run at once; 0: by device
+    max_batch: int = 0  # sequences that run at once, below `token_budget`; 0: by device
     max_input: int = 0  # 0: the model's context
     max_output: int = 0  # 0: the model's context
     token_budget: int = 0  # tokens computed a step, decode rows counted in; 0: by device
@@ -44,10 +44,11 @@ class EngineOptions:
     cuda_graphs: bool = True  # decode steps are replayed, not launched kernel by kernel
 
     def __post_init__(self) -> None:
-        """Fills in what is left to the device."""
+        """Fills in what is left to the device, and bounds the batch: prompts always get a token of a step."""
         for name, values in BY_DEVICE.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, values.get(self.device_type, values["cpu"]))
+        object.__setattr__(self, "max_batch", max(1, min(self.max_batch, self.token_budget - 1)))
 
     @property
     def device_type(self) -> str:

@@ -56,7 +56,7 @@ def _check_samples(request: Request, options: EngineOptions) -> None:
         raise InvalidRequest(f"samples must be in 1 .. {MAX_SAMPLES}, not {samples}", field="samples")
     if samples > 1 and request.output_ids:
         raise InvalidRequest("several samples begin at the prompt's end: output_ids must be empty", field="samples")
-    most = max(1, min(options.max_batch, options.token_budget - 1))
+    most = options.max_batch
     if samples > most and request.work is not Work.PREFILL:
         raise InvalidRequest(f"{samples} samples are more than run here at once ({most})", field="samples")
 

@@ -167,6 +167,7 @@ def test_options_are_whole_however_they_are_made() -> None:
     options = EngineOptions(device="cuda:1", page_size=128)
     assert (options.page_size, options.max_batch, options.device_type) == (128, 256, "cuda")
     assert dataclasses.replace(options, max_batch=5).token_budget == 8448
+    assert EngineOptions(token_budget=32).max_batch == 31  # whoever sizes buffers by one can rely on the other
     assert EngineOptions(device="else").page_size == 16  # it will be refused by name, not by its page size
 
 
