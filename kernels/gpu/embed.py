@@ -22,6 +22,7 @@ def _embed_kernel(
     token = tl.load(tokens + row).to(tl.int64)
     slot = tl.load(slots + row)
     token = tl.where(token >= 0, token, tl.load(last_tokens + slot, mask=token < 0, other=0))
+    token = tl.maximum(token, 0)  # where nothing could be drawn: the row is void, but must not be read from elsewhere
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
     x = tl.load(embedding + token * width + columns, mask=inside).to(tl.float32)
@@ -38,7 +39,8 @@ def embed(
 ) -> None:
     """hidden[r] = scale * embedding[token], with token = tokens[r], or last_tokens[slots[r]] where that is negative.
 
-    Ids are not checked: they must lie below `vocab`, that of `last_tokens[0]` too where padding rows hold -1.
+    Ids are not checked: they must lie below `vocab`, that of `last_tokens[0]` too where padding rows hold -1. Where
+    that is negative as well, nothing was drawn: token 0 stands in.
     """
     rows, width = hidden.shape
     block = min(_BLOCK, triton.next_power_of_2(width))

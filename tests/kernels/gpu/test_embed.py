@@ -39,6 +39,16 @@ def test_tokens_unknown_to_the_host_are_those_drawn_last(device):
     assert torch.equal(hidden.cpu(), embedding[[10, 3, 4, 7, 0]])
 
 
+def test_where_nothing_was_drawn_nothing_outside_the_matrix_is_read(device):
+    """The row is void, but it is computed: its sequence's failure is not known yet."""
+    embedding = torch.full((12, 48), torch.nan, device=device)
+    embedding[1:] = torch.randn(11, 48, generator=torch.Generator().manual_seed(0))
+    hidden = torch.full((1, 48), torch.nan, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    embed(-one, one, torch.tensor([0, -1], device=device), embedding[1:], hidden, 1.0)
+    assert torch.equal(hidden, embedding[1:2])
+
+
 @pytest.mark.gpu
 def test_a_matrix_of_more_than_2_31_elements(device):
     rows, width = 270_000, 8192
