@@ -23,12 +23,12 @@ def use_compile_cache(home: Path | None = None, environment: MutableMapping[str,
     variables = os.environ if environment is None else environment
     if given := variables.get(VARIABLE):
         return Path(given)
-    path = (home or Path.home()) / ".cache" / "twostroke" / "triton" / _versions()
     try:
+        path = (home or Path.home()) / ".cache" / "twostroke" / "triton" / _versions()
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} cannot be written to")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: a user without a home
         path = Path(tempfile.mkdtemp(prefix="twostroke-triton-"))
         log.warning("compiled kernels are not kept (%s); %s names a folder for them", error, VARIABLE)
     variables[VARIABLE] = str(path)

@@ -42,6 +42,13 @@ def test_where_none_can_be_made_this_process_compiles_for_itself(tmp_path, caplo
         path.rmdir()
 
 
+def test_a_user_without_a_home_compiles_for_itself(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-by-this-name").expanduser())
+    path = use_compile_cache(None, {})
+    assert path.is_dir()
+    path.rmdir()
+
+
 KERNEL = """
 import sys, torch, triton, triton.language as tl
 
