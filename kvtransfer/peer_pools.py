@@ -17,8 +17,16 @@ class PeerPools:
         self._transports: dict[int, Transport] = {}
 
     def add(self, reader: int, transport: Transport) -> None:
-        """That reader's pool is open."""
-        self._transports[reader] = transport
+        """That reader's pool is open. Another transport than before: it has taken the older one's access back."""
+        old, self._transports[reader] = self._transports.get(reader), transport
+        if old is not None and old is not transport:
+            old.peer_gone()
+            old.close()
+
+    def gone(self, reader: int) -> None:
+        """That reader is dead: copies into its pool end soon."""
+        if (transport := self._transports.get(reader)) is not None:
+            transport.peer_gone()
 
     def drop(self, reader: int) -> None:
         """Lets go of a dead reader's pool."""

@@ -37,6 +37,11 @@ class Transport(Protocol):
     def probe(self) -> float:
         """Measured GB/s into the peer's pool. Touches only the peer's page 0, which holds nothing."""
 
+    def peer_gone(self) -> None:
+        """The peer is dead, or has taken this access to its pool back: what was started and cannot end is done soon,
+        with digests of zeros. Never blocks; `close` follows.
+        """
+
     def close(self) -> None:
         """Waits for started copies, which end by success, error or the peer's death, and lets go of the peer's pool.
 
@@ -88,6 +93,9 @@ class ShmTransport:
             if time.perf_counter() - start > _PROBE_S:
                 break
         return copied / max(time.perf_counter() - start, 1e-9) / 1e9
+
+    def peer_gone(self) -> None:
+        """See `Transport.peer_gone`: nothing is under way."""
 
     def close(self) -> None:
         """See `Transport.close`; unmaps the peer's pool."""
