@@ -1267,9 +1267,11 @@ class TransportOffer(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """/ `shm` for now."""
+    """/ `shm`, `cuda_ipc` or `nixl`."""
     descriptor: _builtins.bytes
-    """/ What the transport needs; for `shm` the file's path."""
+    """/ What the transport needs: for `shm` the file's path, for `nixl` address and metadata of an agent. Empty: made for
+    / each prefill worker that wants it.
+    """
     def __init__(
         self,
         *,
@@ -1333,8 +1335,13 @@ class PrefillHello(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    WANTS_EXPORT_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """/ The transport that it chose."""
+    wants_export: _builtins.bool
+    """/ It wants a descriptor of that transport, made for it alone: the answer is `export`. What it had before is closed
+    / first, so that nothing can be written by it any more.
+    """
     @_builtins.property
     def identity(self) -> Global___Identity:
         """/ The prefill worker."""
@@ -1349,10 +1356,11 @@ class PrefillHello(_message.Message):
         identity: Global___Identity | None = ...,
         format: Global___ModelFormat | None = ...,
         transport: _builtins.str = ...,
+        wants_export: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity", "transport", b"transport", "wants_export", b"wants_export"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1540,6 +1548,7 @@ class FromDecode(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     RESEND_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___DecodeHello:
         """/ First."""
@@ -1564,6 +1573,10 @@ class FromDecode(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """/ Each second."""
 
+    @_builtins.property
+    def export(self) -> Global___TransportOffer:
+        """/ A pool's descriptor for this prefill worker, before the first heartbeat."""
+
     def __init__(
         self,
         *,
@@ -1573,12 +1586,13 @@ class FromDecode(_message.Message):
         accepted: Global___Accepted | None = ...,
         resend: Global___Resend | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        export: Global___TransportOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "resend", b"resend", "revoke", b"revoke", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "export", b"export", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "resend", b"resend", "revoke", b"revoke", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "resend", b"resend", "revoke", b"revoke", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "export", b"export", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "resend", b"resend", "revoke", b"revoke", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "ticket", "revoke", "accepted", "resend", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "ticket", "revoke", "accepted", "resend", "heartbeat", "export"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
