@@ -7,7 +7,7 @@ import click
 
 from .. import __version__
 from ..errors import ConfigError, TwostrokeError
-from .commands import bench, chat, doctor, generate, models, plan, serve, up, verify
+from .commands import bench, chat, doctor, generate, keys, models, plan, serve, up, verify
 from .commands import workers as workers_
 
 
@@ -63,6 +63,7 @@ for command in (up.up, generate.generate, chat.chat, bench.bench, models.models,
 for command in (plan.plan, doctor.doctor, serve.gateway, serve.prefill, serve.decode, serve.both, serve.health):
     main.add_command(command)
 main.add_command(workers_.workers)
+main.add_command(keys.keys)
 
 if __name__ == "__main__":
     main()

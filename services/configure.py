@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from ..errors import ConfigError
+from .access_options import VARIABLES
 from .describe import COMMAND_FIELDS, SECTIONS, flag, own_fields, takes, variable
 from .settings import ENV_PREFIX, GatewaySettings, Settings, UpSettings, WorkerSettings
 
@@ -102,7 +103,7 @@ def setting_variables() -> set[str]:
 
 def warn_of_unknown_variables() -> None:
     """Names the TWOSTROKE_* variables that look like a misspelt setting. Others may be the platform's own: no error."""
-    known = setting_variables()
+    known = setting_variables() | VARIABLES
     for name in os.environ:
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             for near in _near(name.upper(), known, cutoff=0.85):

@@ -8,6 +8,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
+from .access_options import access_options
 from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list, kind_of
 from .settings import Settings, Takes, split_address
 
@@ -77,7 +78,7 @@ def address_argument(_: click.Context, parameter: click.Parameter, value: str) -
     return value
 
 
-gateway_option = click.option(
+_address_option = click.option(
     "--address",
     envvar="TWOSTROKE_ADDRESS",
     default="127.0.0.1:50051",
@@ -86,7 +87,11 @@ gateway_option = click.option(
     callback=address_argument,
     help="The gateway.",
 )
-"""Of every command that talks to a gateway."""
+
+
+def gateway_option(command: Command) -> Command:
+    """Of every command that talks to a gateway: where it is, and how it is secured (`access()`)."""
+    return _address_option(access_options(command))
 
 
 def given_flags(options: dict[str, Any]) -> dict[str, object]:

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from ...errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, TwostrokeError, Unavailable
+from ...errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PermissionDenied,
+    TwostrokeError,
+    Unauthenticated,
+    Unavailable,
+)
 from ...v1 import inference_pb2 as pb
 from ...v1 import inference_pb2_grpc
-from ..grpc_setup import open_channel
+from .access import OPEN, Access
 
 CONNECT_S = 5.0
 _PASSED = "Deadline Exceeded"  # gRPC's own words
@@ -18,6 +27,8 @@ _NOBODY = "failed to connect to all addresses"  # gRPC's own words
 _ERRORS: dict[grpc.StatusCode, type[TwostrokeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -60,10 +71,11 @@ class Measured:
 class Client:
     """A gateway at host:port. Use as an async context manager."""
 
-    def __init__(self, address: str, *, channels: int = 1) -> None:
-        """`channels`: connections, which take calls in turn."""
+    def __init__(self, address: str, *, channels: int = 1, access: Access = OPEN) -> None:
+        """`channels`: connections, which take calls in turn. `access`: how it is secured."""
         self._address = address
-        self._channels = [open_channel(address) for _ in range(channels)]
+        self._metadata = access.metadata
+        self._channels = [access.channel(address) for _ in range(channels)]
         self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
 
     async def __aenter__(self) -> "Client":
@@ -80,7 +92,9 @@ class Client:
     async def model(self, name: str = "") -> pb.GetModelResponse:
         """Describes the served model. Raises Unavailable, with the remedy, where no gateway answers."""
         try:
-            return await next(self._stubs).GetModel(pb.GetModelRequest(model=name), timeout=CONNECT_S)
+            return await next(self._stubs).GetModel(
+                pb.GetModelRequest(model=name), timeout=CONNECT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._readable(error, connecting=True) from error
 
@@ -88,7 +102,7 @@ class Client:
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         """A call under way: the caller reads it, and cancels what it does not read to the end."""
-        return next(self._stubs).Generate(request, timeout=timeout_s)
+        return next(self._stubs).Generate(request, timeout=timeout_s, metadata=self._metadata)
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None, measured: Measured

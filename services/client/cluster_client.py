@@ -7,10 +7,18 @@ from typing import TypeVar
 
 import grpc.aio
 
-from ...errors import InvalidRequest, TwostrokeError, Unavailable, WorkerNotFound, WrongState
+from ...errors import (
+    InvalidRequest,
+    PermissionDenied,
+    TwostrokeError,
+    Unauthenticated,
+    Unavailable,
+    WorkerNotFound,
+    WrongState,
+)
 from ...v1 import cluster_pb2 as pb
 from ...v1 import cluster_pb2_grpc
-from ..grpc_setup import open_channel
+from .access import OPEN, Access
 
 CALL_S = 5.0
 LOOK_S = 0.25  # between two looks whether a worker is back
@@ -20,15 +28,19 @@ _ERRORS: dict[grpc.StatusCode, type[TwostrokeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: WorkerNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: WrongState,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
 
 class ClusterClient:
     """A gateway at host:port. Use as an async context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, access: Access = OPEN) -> None:
+        """`access`: how it is secured."""
         self._address = address
-        self._channel = open_channel(address)
+        self._metadata = access.metadata
+        self._channel = access.channel(address)
         self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
 
     async def __aenter__(self) -> "ClusterClient":
@@ -39,17 +51,18 @@ class ClusterClient:
 
     async def workers(self) -> list[pb.WorkerInfo]:
         """All of them, by address."""
-        return list((await self._ask(self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=CALL_S))).workers)
+        call = self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=CALL_S, metadata=self._metadata)
+        return list((await self._ask(call)).workers)
 
     async def drain(self, worker: str, on: bool, within_s: float) -> pb.WorkerInfo:
         """The worker as it was before the order."""
         request = pb.DrainRequest(worker=worker, drain=on, within_ms=round(within_s * 1000))
-        return (await self._ask(self._stub.Drain(request, timeout=CALL_S))).worker
+        return (await self._ask(self._stub.Drain(request, timeout=CALL_S, metadata=self._metadata))).worker
 
     async def become(self, worker: str, role: pb.WorkerRole.ValueType, force: bool, wait_s: float) -> pb.WorkerInfo:
         """Orders a role; with `wait_s`, returns once the worker is back in it. Unavailable where it does not come."""
         request = pb.SetRoleRequest(worker=worker, role=role, force=force)
-        before = (await self._ask(self._stub.SetRole(request, timeout=CALL_S))).worker
+        before = (await self._ask(self._stub.SetRole(request, timeout=CALL_S, metadata=self._metadata))).worker
         until = time.monotonic() + wait_s
         while wait_s > 0 and before.role != role:
             now = next((w for w in await self.workers() if w.address == before.address), before)

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from ...errors import ConfigError
+from ..access_options import access
 from ..options import gateway_option
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def make_plan(options: dict[str, Any]) -> "BenchPlan":
     seed = secrets.randbits(32) if options["seed"] is None else options["seed"]
     return BenchPlan(
         address=options["address"],
+        access=access(),
         spec=LoadSpec(
             parse_lengths(options["input_"], "input"), parse_lengths(options["output"], "output"), *prefix, seed
         ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import InvalidRequest, TwostrokeError
+from ..access_options import access
 from ..options import gateway_option
 from .generate import printable, unicode_text
 
@@ -88,7 +89,7 @@ async def _connect(options: dict[str, Any]) -> "Chat":
     from ..client.conversation import Conversation
 
     chat = Chat(
-        Client(options["address"]),
+        Client(options["address"], access=access()),
         build_request(options),
         Conversation(options["system"]),
         timeout_s=options["timeout_s"],

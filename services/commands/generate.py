@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import ConfigError
+from ..access_options import access
 from ..options import gateway_option
 from ..sampling_flags import read_sampling_flags, read_stopping_flags, sampling_flags
 
@@ -115,7 +116,7 @@ async def _run(prompt: str, as_json: bool, timeout_s: float | None, options: dic
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    async with Client(options["address"]) as client:
+    async with Client(options["address"], access=access()) as client:
         model = await client.model(options["model"])
         measured = Measured()
         request = build_request(prompt, options, chat=model.has_chat_template and not options["raw"])

@@ -9,6 +9,7 @@ import click
 
 from ...errors import ConfigError
 from .. import logs
+from ..access_options import access, access_options
 from ..configure import flags_of, load, setting_variables, warn_of_unknown_variables
 from ..describe import takes
 from ..options import address_argument, given_flags, settings_options
@@ -133,6 +134,7 @@ def both(config: Path | None, parent: int | None, bars: bool, **options: Any) ->
 @click.argument("address", default="127.0.0.1:50051", metavar="[HOST:PORT]", callback=address_argument)
 @click.option("--service", default="", metavar="NAME", help="Full gRPC service name; default: the process.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 60), default=3.0, show_default=True, help="Seconds.")
+@access_options
 @click.pass_context
 def health(context: click.Context, /, address: str, service: str, timeout_s: float) -> None:
     """Ask a process how it is; exit code 0 only if it serves.
@@ -145,6 +147,6 @@ def health(context: click.Context, /, address: str, service: str, timeout_s: flo
 
     from ..supervisor.health import Condition, check_once
 
-    condition = asyncio.run(check_once(address, timeout_s, service))
+    condition = asyncio.run(check_once(address, timeout_s, service, access().channel))
     click.echo(condition.value)
     context.exit(0 if condition is Condition.SERVING else 1)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...v1 import cluster_pb2 as pb
+from ..access_options import access
 from ..options import gateway_option
 
 ROLES = {
@@ -147,8 +148,10 @@ def _word(name: str) -> str:
 def _call(address: str, work: Callable[[Any], Any]) -> Any:
     from ..client.cluster_client import ClusterClient
 
+    reached = access()
+
     async def run() -> Any:
-        async with ClusterClient(address) as admin:
+        async with ClusterClient(address, access=reached) as admin:
             return await work(admin)
 
     return asyncio.run(run())

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ...errors import Unavailable
 from ...v1 import inference_pb2 as pb
+from ..client.access import OPEN, Access
 from ..client.client import Client
 from .plan import Limits, LoadPlan, LoadSpec
 from .plot import plot_sweep
@@ -40,6 +41,7 @@ class BenchPlan:
     channels: int = 1
     labels: Mapping[str, str] = field(default_factory=dict)
     plot: Path | None = None
+    access: Access = OPEN
 
     def run_options(self, slots: int) -> Options:
         """With the number of requests, where nothing says when to end."""
@@ -91,7 +93,7 @@ class Bench:
         """Returns the exit code: 0 when a request succeeded."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.interrupt)
         plan = self._plan
-        async with Client(plan.address, channels=plan.channels) as client:
+        async with Client(plan.address, channels=plan.channels, access=plan.access) as client:
             model = await client.model(plan.options.model)
             if not model.prefill_workers and not model.decode_workers:
                 raise Unavailable(f"the gateway at {plan.address} has no worker that is ready")

@@ -26,7 +26,7 @@ _HASH = re.compile(r"sha256\$([0-9a-f]{32})\$([0-9a-f]{64})", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _TENANT = re.compile(NAME, re.ASCII)
 _NO_SALT, _NO_DIGEST = b"\0" * 16, b"\0" * 32
-_MAX_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 _MEMBERS = frozenset({"id", "hash", "tenant", "admin", "max_requests", "expires"})
 
 
@@ -143,8 +143,8 @@ def _read_line(line: bytes) -> ApiKey:
         raise ValueError("tenant takes up to 128 letters, digits and . _ - @ : |")
     if not isinstance(admin, bool):
         raise ValueError("admin takes true or false")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= _MAX_REQUESTS):
-        raise ValueError(f"max_requests takes a whole number from 0 to {_MAX_REQUESTS}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_REQUESTS):
+        raise ValueError(f"max_requests takes a whole number from 0 to {MAX_REQUESTS}")
     salt, digest = bytes.fromhex(match[1]), bytes.fromhex(match[2])
     return ApiKey(identity, salt, digest, values["tenant"], admin, limit, _read_time(values.get("expires")))
 

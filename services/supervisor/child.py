@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ..grpc_setup import OpenChannel, open_channel
 from .health import Condition, HealthProbe
 
 CHECK_S = 1.0  # between two health checks, and the most that one may take
@@ -33,6 +34,8 @@ class ChildSpec:
     drain_s: float = 30.0  # after SIGTERM, and some grace: killed
     successors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """By exit code: the arguments to go on with. Such an end is no failure."""
+    health_address: str = ""  # where it serves health besides, if `address` is not for us
+    channel: OpenChannel = open_channel  # to where it is asked
 
 
 class Report(Protocol):
@@ -129,7 +132,7 @@ class Child:
 
     async def _watch(self) -> None:
         """A health check each second; kills a process that never gets ready, or falls silent after it was."""
-        probe = HealthProbe(self.spec.address)
+        probe = HealthProbe(self.spec.health_address or self.spec.address, self.spec.channel)
         started = time.monotonic()
         ready_at = 0.0
         silent = 0

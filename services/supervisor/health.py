@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from ..grpc_setup import open_channel
+from ..grpc_setup import OpenChannel, open_channel
 
 
 class Condition(Enum):
@@ -20,8 +20,9 @@ class Condition(Enum):
 class HealthProbe:
     """A channel to one address, asked again and again; it finds a process that was started anew there."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str, channel: OpenChannel = open_channel) -> None:
+        """`channel`: opens one to an address."""
+        self._channel = channel(address)
         self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def check(self, timeout_s: float, service: str = "") -> Condition:
@@ -39,9 +40,11 @@ class HealthProbe:
         await self._channel.close()
 
 
-async def check_once(address: str, timeout_s: float, service: str = "") -> Condition:
+async def check_once(
+    address: str, timeout_s: float, service: str = "", channel: OpenChannel = open_channel
+) -> Condition:
     """One question to host:port."""
-    probe = HealthProbe(address)
+    probe = HealthProbe(address, channel)
     try:
         return await probe.check(timeout_s, service)
     finally:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import grpc.aio
@@ -14,6 +14,7 @@ from ...errors import ConfigError
 from ...v1 import inference_pb2, inference_pb2_grpc
 from ..configure import flags_of, setting_variables
 from ..grpc_setup import open_channel
+from ..security.cluster import cluster_dialer, is_local, worker_credentials
 from ..settings import GatewaySettings, UpSettings, WorkerSettings, split_address
 from ..worker.role_change import successors
 from .child import ChildSpec, Report
@@ -55,20 +56,27 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
             field="listen",
         )
     people = roles(up)
-    ports = free_ports(len(people) + 1)
+    ports = free_ports(len(people) + 2)
     host, port = split_address(gateway.listen)
     gateway = gateway.model_copy(
         update={
             "listen": f"{host}:{port or ports.pop()}",
             "workers": [f"127.0.0.1:{port}" for port in ports[: len(people)]],
+            # Its own door may take TLS only, and certificates that we have not.
+            "admin_listen": gateway.admin_listen or (f"127.0.0.1:{ports.pop()}" if gateway.tls_cert else ""),
         }
     )
+    worker_credentials(worker)  # what is wrong with them is said once, here
+    channel = cluster_dialer(worker)
     threads = worker.threads or max(1, cores() // len(people))
     specs = []
     for (role, name), address in zip(people, gateway.workers, strict=True):
         settings = worker.model_copy(update={"role": role, "name": name, "listen": address, "threads": threads})
-        specs.append(_spec(name, role, address, up, settings))
-    return Stack(up, _spec("gateway", "gateway", gateway.listen, up, gateway), specs)
+        specs.append(replace(_spec(name, role, address, up, settings), channel=channel))
+    door = _spec("gateway", "gateway", gateway.listen, up, gateway)
+    if gateway.tls_cert is not None and is_local(gateway.admin_listen):
+        door = replace(door, health_address=gateway.admin_listen)
+    return Stack(up, door, specs)
 
 
 def _spec(name: str, role: str, address: str, up: UpSettings, settings: GatewaySettings | WorkerSettings) -> ChildSpec:
@@ -95,7 +103,9 @@ def reachable(address: str) -> str:
 
 
 async def gateway_joined(address: str, up: UpSettings) -> None:
-    """Returns once the gateway at `address` sees all workers, or after JOIN_S: it serves with those that it has."""
+    """Returns once the gateway at `address` sees all workers, or after JOIN_S: it serves with those that it has.
+
+    At once where it does not say: it asks for credentials, or that is not served there."""
     channel = open_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     try:
@@ -103,7 +113,7 @@ async def gateway_joined(address: str, up: UpSettings) -> None:
             try:
                 model = await stub.GetModel(inference_pb2.GetModelRequest(), timeout=1.0)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED):
                     return
             else:
                 if model.prefill_workers >= up.prefill and model.decode_workers >= up.decode + up.both:
@@ -121,5 +131,5 @@ def _until(seconds: float) -> Iterator[None]:
 
 async def run(stack: Stack, report: Report) -> int:
     """Runs the stack until a signal; the exit code."""
-    joined = partial(gateway_joined, stack.gateway.address, stack.up)
+    joined = partial(gateway_joined, stack.gateway.health_address or stack.gateway.address, stack.up)
     return await Supervisor.of(stack.gateway, stack.workers, report, joined).run()

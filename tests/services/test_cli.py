@@ -57,6 +57,7 @@ def test_the_commands() -> None:
         "both",
         "health",
         "workers",
+        "keys",
     ]
     assert list(main.commands) == wanted
     assert {("models", "pull"), ("models", "list")} <= COMMANDS.keys()
