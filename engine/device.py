@@ -16,9 +16,14 @@ _RETRY_S = 0.25
 
 
 def check_device(device: str) -> None:
-    """ConfigError (device) where torch cannot use it."""
+    """ConfigError (device) where torch cannot use it; a GPU becomes the calling thread's current one.
+
+    So nothing that is made without a word on the device gives this process a context on another one.
+    """
     try:
         torch.empty(0, device=device)
+        if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ConfigError(f"device {device} cannot be used: {str(error).splitlines()[0]}", field="device") from error
 

@@ -8,6 +8,8 @@ from typing import Protocol, TypeAlias
 
 log = logging.getLogger(__name__)
 
+_JOIN_S = 10.0  # a device that hangs does not keep the process
+
 Seen: TypeAlias = Callable[[Exception | None], None]
 """The event has happened, or the device failed; on the waiter's thread."""
 
@@ -38,7 +40,7 @@ class EventWaiter:
         """Ends the thread once it has seen all that was added. May be called again."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         try:

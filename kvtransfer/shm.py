@@ -37,6 +37,8 @@ class SharedPool:
     process unmaps it. `close` unmaps at once unless tensors over the mapping are alive; then the last of them does.
     """
 
+    kind = "shm"
+
     def __init__(self, path: Path, descriptor: int | None, mapping: mmap.mmap, nbytes: int) -> None:
         """Use `create` or `open`. `descriptor`: the owner's locked file."""
         self._path = path

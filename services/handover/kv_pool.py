@@ -4,6 +4,7 @@ import logging
 
 from torch import Tensor
 
+from ...errors import Mismatch
 from ...kvtransfer.pool_pages import pool_bytes
 from ...kvtransfer.shm import SharedPool
 from ...kvtransfer.transport import ShmTransport, Transport
@@ -21,6 +22,8 @@ def shm_opener(
     layers, _, page_bytes = source.shape
 
     def open_pool(offer: PoolOffer, incarnation: int) -> Transport:
+        if offer.transport != ShmTransport.kind:
+            raise Mismatch(f"transports: {ShmTransport.kind} here, {offer.transport} there")
         nbytes = layers * offer.pages * page_bytes
         shared = SharedPool.open(offer.descriptor, incarnation=incarnation, nbytes=nbytes)
         try:

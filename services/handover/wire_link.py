@@ -16,6 +16,7 @@ DIGEST_BYTES = 8
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_VALID_S = 86_400.0
+TRANSPORTS = ("shm", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class PoolOffer:
     pool: int  # its name: 64 bits, drawn with the process
     pages: int  # page 0, the sink, counted in
     page_bytes: int  # of one page of one layer
-    descriptor: bytes  # of the `shm` transport
+    descriptor: bytes  # of `transport`
     transport: str = "shm"
 
     def message(self) -> pb.PoolExport:
@@ -35,12 +36,12 @@ class PoolOffer:
 
 
 def read_offer(message: pb.PoolExport) -> PoolOffer:
-    """The first transport of the offer that we can use. Mismatch where there is none."""
+    """The first transport of the offer that we know. Mismatch where there is none."""
     for offer in message.transports:
-        if offer.name == "shm":
-            return PoolOffer(message.pool, message.pages, message.page_bytes, offer.descriptor)
+        if offer.name in TRANSPORTS:
+            return PoolOffer(message.pool, message.pages, message.page_bytes, offer.descriptor, offer.name)
     names = ", ".join(offer.name for offer in message.transports) or "none"
-    raise Mismatch(f"transports: shm here, {names} there")
+    raise Mismatch(f"transports: {', '.join(TRANSPORTS)} here, {names} there")
 
 
 def check_format(ours: pb.ModelFormat, theirs: pb.ModelFormat) -> None:

@@ -18,6 +18,8 @@ from ...engine.models import fingerprint, resolve, served_name
 from ...engine.request import Request, SamplingParams, SequenceKey
 from ...engine.start_times import StartTimes
 from ...errors import ConfigError, TwostrokeError, Unavailable
+from ...kvtransfer.cuda_pool import CudaPool
+from ...kvtransfer.cuda_runtime import check_bindings
 from ...kvtransfer.shm import SharedPool, file_name, sweep
 from ...v1 import worker_pb2 as pb
 from ..bars import Report, bars_if
@@ -33,12 +35,12 @@ _WARM_UP_SALT = b"warm-up"
 
 
 class WorkerEngine:
-    """An engine and what it stands on; `load` first. A decode worker's pool is a file that others can map."""
+    """An engine and what it stands on; `load` first. A decode worker's pool is memory that others can map."""
 
     def __init__(self, settings: WorkerSettings, incarnation: int, *, bars: bool = False) -> None:
         """`incarnation`: of this process; names the pool's file. `bars`: show on stderr how far loading is."""
         self._bars = bars
-        self.shared: SharedPool | None = None
+        self.shared: SharedPool | CudaPool | None = None
         self.form = pb.ModelFormat()
         self._settings = settings
         self._incarnation = incarnation
@@ -55,12 +57,8 @@ class WorkerEngine:
     def load(self) -> None:
         """Finds the model (it may have to be downloaded) and builds the engine. Raises ConfigError with the remedy."""
         settings, options, times = self._settings, self._settings.engine_options(), StartTimes()
-        if settings.role != "both" and options.device_type != "cpu":
-            raise ConfigError(
-                f"device: a {settings.role} worker on {options.device} has no transport for its KV yet; run workers of "
-                "both roles there (`twostroke both`, or `twostroke up --prefill 0 --decode 0 --both 1`)",
-                field="device",
-            )
+        if settings.role != "both" and options.device_type == "cuda":
+            check_bindings()
         removed = sweep(settings.shm_dir)
         if removed:
             log.info("removed %d KV pools of dead workers from %s", removed, settings.shm_dir)
@@ -107,7 +105,11 @@ class WorkerEngine:
                 (self._settings.shm_dir / file_name(self._incarnation)).unlink()
 
     def _allocate_shared(self, nbytes: int) -> Tensor:  # [nbytes] uint8
-        self.shared = wait_for_memory(lambda: self._create(nbytes))
+        device = self._settings.device
+        if self._settings.engine_options().device_type == "cuda":  # whose memory was waited for already
+            self.shared = CudaPool.create(nbytes, device=device, incarnation=self._incarnation)
+        else:
+            self.shared = wait_for_memory(lambda: self._create(nbytes))
         return self.shared.tensor
 
     def _create(self, nbytes: int) -> SharedPool:

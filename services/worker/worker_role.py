@@ -3,9 +3,14 @@
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ...errors import TwostrokeError
+from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ..handover.decode import DecodeHandover
+from ..handover.gpu_pool import cuda_opener
 from ..handover.handover import Handover, NoHandover, PeerAddress
 from ..handover.kv_pool import shm_opener
 from ..handover.link_client import LinkClient
@@ -17,6 +22,9 @@ from ..identity import ProcessIdentity
 from ..security.cluster import cluster_dialer
 from ..settings import WorkerSettings
 from .worker_engine import WorkerEngine
+
+if TYPE_CHECKING:
+    from ...kvtransfer.cuda_source import CudaSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +52,48 @@ def make_role(settings: WorkerSettings, identity: ProcessIdentity, loaded: Worke
 def _prefill(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerEngine) -> Role:
     engine = loaded.engine
     liveness = Liveness(identity.host, silence_s=settings.silence_s)
-    links = LinkServer(identity, loaded.form, liveness, shm_opener(engine.pool), page_bytes=engine.plan.page_bytes)
-    handover = PrefillHandover(engine.core, links, engine.pool)
+    source = _source(engine.pool)
+    opener = shm_opener(engine.pool) if source is None else cuda_opener(source)
+    written = _nothing_written if source is None else source.written
+    links = LinkServer(identity, loaded.form, liveness, opener, page_bytes=engine.plan.page_bytes)
+    handover = PrefillHandover(engine.core, links, engine.pool, written=written)
 
     async def stop() -> None:
         links.stop()
         liveness.close()
 
-    return Role(handover, links, lambda _: None, stop, handover.close)
+    def close() -> None:
+        handover.close()
+        if source is not None:
+            source.close()
+
+    return Role(handover, links, lambda _: None, stop, close)
+
+
+def _source(
+    pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
+) -> "CudaSource | None":
+    """The engine's pool as GPU workers push it; None: it is in ordinary memory."""
+    if pool.device.type != "cuda":
+        return None
+    from ...kvtransfer.cuda_source import CudaSource  # Triton is not installed where a CPU serves
+
+    return CudaSource(pool_bytes(pool))
+
+
+def _digester(
+    pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
+) -> Digester:
+    """What checks the pages of one's own pool."""
+    if pool.device.type != "cuda":
+        return CpuDigester(pool_bytes(pool))
+    from ...kvtransfer.cuda_digester import CudaDigester
+
+    return CudaDigester(pool_bytes(pool))
+
+
+def _nothing_written(layer: int) -> None:
+    """For a runner that has computed a layer when it tells of it."""
 
 
 def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerEngine) -> Role:
@@ -63,18 +105,24 @@ def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerE
         pages=engine.plan.pages,
         page_bytes=engine.plan.page_bytes,
         descriptor=shared.descriptor,
+        transport=shared.kind,
     )
     liveness = Liveness(identity.host, silence_s=settings.silence_s)
     links = LinkClient(identity, loaded.form, liveness, offer, channel=cluster_dialer(settings))
     handover = DecodeHandover(
-        engine.core, links, engine.pool, pool_id=offer.pool, ticket_valid_s=settings.ticket_valid_s
+        engine.core,
+        links,
+        engine.pool,
+        pool_id=offer.pool,
+        ticket_valid_s=settings.ticket_valid_s,
+        digester=_digester(engine.pool),
     )
 
     async def stop() -> None:
         await links.stop()
         liveness.close()
 
-    return Role(handover, None, links.want, stop, lambda: None)
+    return Role(handover, None, links.want, stop, handover.close)
 
 
 async def _nothing_to_stop() -> None:

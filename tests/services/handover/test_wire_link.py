@@ -199,5 +199,5 @@ def test_offers() -> None:
     message.transports.insert(0, pb.TransportOffer(name="warp"))
     assert read_offer(message) == OFFER
     del message.transports[1]
-    with pytest.raises(Mismatch, match="shm here, warp there"):
+    with pytest.raises(Mismatch, match="cuda_ipc here, warp there"):
         read_offer(message)

@@ -1,0 +1,126 @@
+"""The calls of CUDA that torch does not offer. Importable, and typed, where neither a GPU nor cuda-bindings is."""
+
+import ctypes
+from typing import Any
+
+from ..errors import ConfigError, TwostrokeError
+
+HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_BATCH_VERSION = 12080  # the entry point's first form, which every later driver has too
+_SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source may be written by what the stream waits for
+_OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, no multiprocessors
+
+
+class CudaError(TwostrokeError):
+    """A call into CUDA failed."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        """`code`: of cudaError_t or CUresult."""
+        super().__init__(f"{call} failed: {text} ({code})")
+        self.code = code
+
+
+def check_bindings() -> None:
+    """ConfigError (device), naming the package, where KV cannot be moved between GPUs."""
+    _bindings("runtime")
+
+
+def malloc(nbytes: int, device: int) -> int:
+    """Address of so much memory of its own on that device; its content is undefined."""
+    _choose(device)
+    return int(_call("cudaMalloc", nbytes))
+
+
+def free(address: int) -> None:
+    """Gives memory of `malloc` back."""
+    _call("cudaFree", address)
+
+
+def export_memory(address: int) -> bytes:
+    """The handle of memory of `malloc` by which another process of this host opens it."""
+    handle = _call("cudaIpcGetMemHandle", address)
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def open_memory(handle: bytes, device: int) -> int:
+    """Maps another process's memory for a device of ours, which thereby reaches it whatever device it is on."""
+    if len(handle) != HANDLE_BYTES:
+        raise ValueError(f"a handle of {len(handle)} bytes")
+    _choose(device)
+    opened = _bindings("runtime").cudaIpcMemHandle_t()
+    ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
+    return int(_call("cudaIpcOpenMemHandle", opened, _LAZY_PEER_ACCESS))
+
+
+def close_memory(address: int, device: int) -> None:
+    """Unmaps what `open_memory` mapped for that device."""
+    _choose(device)
+    _call("cudaIpcCloseMemHandle", address)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", _Location),  # hints are for managed memory
+        ("target_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class BatchCopy:
+    """`cuMemcpyBatchAsync` on arrays that lie ready: the bindings' own takes lists, which cost 0.2 ms for 128 pages."""
+
+    def __init__(self) -> None:
+        """ConfigError (device) where the driver is older than CUDA 12.8."""
+        driver = _bindings("driver")
+        code, address, *_ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        if int(code) or not int(address):
+            raise ConfigError("device: the driver cannot copy in batches; CUDA 12.8 or later is needed", field="device")
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_size_t, *[ctypes.c_void_p] * 2, ctypes.c_size_t,
+            *[ctypes.c_void_p] * 2,
+        )  # fmt: skip
+        self._copy = kind(int(address))
+        self._attributes = _Attributes(source_order=_SOURCE_IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
+        self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._fixed = (ctypes.byref(self._attributes), ctypes.byref(self._first), 1, ctypes.byref(self._failed))
+
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
+        """Launches `count` (> 0) copies; three addresses of arrays of uint64, free for other use after the call."""
+        code = self._copy(targets, sources, sizes, count, *self._fixed, stream)
+        if code:
+            raise CudaError("cuMemcpyBatchAsync", code, f"copy {self._failed.value} of {count}")
+
+
+def _choose(device: int) -> None:
+    """Makes it the thread's current one for the bindings too, whose runtime is another copy than torch's."""
+    _call("cudaSetDevice", device)
+
+
+def _bindings(name: str) -> Any:
+    try:
+        from cuda.bindings import driver, runtime
+    except ImportError as error:
+        raise ConfigError(
+            "device: KV goes between GPUs by CUDA IPC, for which the package cuda-bindings is missing (torch's CUDA "
+            "build brings it): `pip install cuda-bindings`",
+            field="device",
+        ) from error
+    return {"runtime": runtime, "driver": driver}[name]
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """A call of the runtime: its only result, or none."""
+    runtime = _bindings("runtime")
+    code, *results = getattr(runtime, name)(*arguments)
+    if int(code):
+        _, text = runtime.cudaGetErrorString(code)
+        raise CudaError(name, int(code), text.decode() if isinstance(text, bytes) else str(text))
+    return results[0] if results else None

@@ -1,0 +1,139 @@
+"""A prefill worker's pool on a GPU, as copies leave it: a stream beside the engine's, and what it waits for."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.gpu.page_digest import digest_pages
+from .cuda_runtime import BatchCopy
+from .digest_slots import DigestSlots, no_digests
+from .event_waiter import EventWaiter
+from .messages import Copy
+from .page_batch import Addresses, PageBatch
+
+log = logging.getLogger(__name__)
+
+Landed: TypeAlias = Callable[[bytes], None]
+"""The digests of a copy's source pages: the host has seen it completed. On the waiter's thread."""
+
+_HIGH_PRIORITY = -1  # digests of the last layer must not queue up behind what the engine launched after it
+
+
+class CudaSource:
+    """One's own pool. Made and used on threads of one process; copies are launched on the engine's thread.
+
+    The engine's hook tells when a layer's write is launched (`written`); what reads that layer waits for it on the
+    device. So a copy can be launched at any time after, in the step or behind it, and delays nothing.
+    """
+
+    def __init__(
+        self,
+        pages: Tensor,  # [layers, pages, page_bytes] uint8, on a CUDA device, contiguous
+    ) -> None:
+        """Compiles what pushing needs. ConfigError (device) where cuda-bindings or the driver does not do."""
+        self.layers, self.pages, self.page_bytes = pages.shape
+        self.device = pages.device
+        self.address = pages.data_ptr()
+        self._copy = BatchCopy()
+        with torch.cuda.device(self.device):
+            self.stream = torch.cuda.Stream(self.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._written = [torch.cuda.Event() for _ in range(self.layers)]  # type: ignore[no-untyped-call]
+        words = pages.view(torch.int64)
+        self._layers = [words[layer : layer + 1] for layer in range(self.layers)]  # each int64 [1, pages, words]
+        self._slots = DigestSlots()
+        self._addresses = Addresses()
+        self._waiter = EventWaiter("kv-copies", lambda: torch.cuda.set_device(self.device))
+        self._warm_up()
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of all pages of a layer."""
+        return self.pages * self.page_bytes
+
+    def written(self, layer: int) -> None:
+        """All that the engine's step writes into that layer is launched on the current stream."""
+        self._written[layer].record()
+
+    def push(self, copy: Copy, batch: PageBatch, target: int, landed: Landed) -> None:
+        """Launches a checked copy into a pool whose layer begins at `target`, and the digests of its sources.
+
+        Raises, with nothing under way, where that fails.
+        """
+        count = len(copy.src)
+        if not count:
+            landed(b"")
+            return
+        slot = self._slots.take(count)
+        places = self._addresses.of(batch, self.address + copy.layer * self.layer_bytes, target)
+        with torch.cuda.stream(self.stream):
+            ids = batch.ids if batch.ids is not None else self._sent(batch)
+            self.stream.wait_event(self._written[copy.layer])
+            try:
+                self._copy(*places, batch.sizes_address, len(batch), self.stream.cuda_stream)
+                digest_pages(
+                    self._layers[copy.layer],
+                    ids,
+                    slot.view(1, count),
+                    ticket=copy.ticket,
+                    first_layer=copy.layer,
+                    ordinal=copy.ordinal,
+                )
+                slot.event.record()
+            except BaseException:
+                self.stream.synchronize()  # who is told of a failure takes it that nothing is written any more
+                raise
+
+        def seen(error: Exception | None) -> None:
+            if error is not None:  # then nothing runs on this device any more
+                log.error("a copy failed: %s", error)
+                landed(no_digests(count))
+                return
+            digests = slot.digests(count)
+            self._slots.give(slot)
+            landed(digests)
+
+        self._waiter.add(slot.event, seen)
+
+    def measure(self, launch: Callable[[], None], nbytes: int) -> float:
+        """GB/s of what `launch` puts on the current stream to move `nbytes`; of the second time that it does."""
+        with torch.cuda.stream(self.stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            launch()
+            begin.record()
+            launch()
+            end.record()
+            end.synchronize()
+            return nbytes / max(float(begin.elapsed_time(end)) * 1e6, 1.0)
+
+    def launch(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> None:
+        """One batch of copies of `nbytes` each on the current stream; for measurements."""
+        rows = np.array([targets, sources, [nbytes] * len(targets)], np.uint64)
+        places = [row.ctypes.data for row in rows]
+        self._copy(places[0], places[1], places[2], len(targets), torch.cuda.current_stream().cuda_stream)
+
+    def synchronize(self) -> None:
+        """Waits for all launched copies; raises when the device failed."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Ends the waiter's thread, once it has seen all copies completed."""
+        self._waiter.close()
+
+    def _sent(self, batch: PageBatch) -> Tensor:
+        """The batch's page ids on the device; from pinned memory, or the host would wait."""
+        host = torch.tensor(batch.src, dtype=torch.int32).pin_memory()
+        batch.ids = host.to(self.device, non_blocking=True)
+        return batch.ids
+
+    def _warm_up(self) -> None:
+        """Page 0 of layer 0, so that the first push compiles nothing."""
+        slot = self._slots.take(1)
+        with torch.cuda.stream(self.stream):
+            ids = torch.zeros(1, dtype=torch.int32, device=self.device)
+            digest_pages(self._layers[0], ids, slot.view(1, 1), ticket=1, first_layer=0, ordinal=0)
+            self.stream.synchronize()
+        self._slots.give(slot)

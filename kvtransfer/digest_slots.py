@@ -1,0 +1,52 @@
+"""Host memory that a GPU writes digests into, and the event by which the host knows that they are there."""
+
+from collections import defaultdict, deque
+
+import torch
+from torch import Tensor
+
+from ..kernels.digest import DIGEST_BYTES
+
+_LEAST = 64  # digests
+
+
+class DigestSlot:
+    """Room for some digests; in use from `take` to `give`."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: digests."""
+        self.words = torch.zeros(capacity, dtype=torch.int64, pin_memory=True)
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def view(self, layers: int, pages: int) -> Tensor:  # int64 [layers, pages]
+        """Its beginning, for a kernel to write; the device reaches pinned memory by the same address."""
+        return self.words[: layers * pages].view(layers, pages)
+
+    def digests(self, count: int) -> bytes:
+        """The first `count`, once the event has happened."""
+        return self.words[:count].numpy().tobytes()
+
+
+class DigestSlots:
+    """As many slots as were ever in use at once. Taken on one thread, given back on another."""
+
+    def __init__(self) -> None:
+        """None is made."""
+        self._free: defaultdict[int, deque[DigestSlot]] = defaultdict(deque)  # by capacity
+
+    def take(self, count: int) -> DigestSlot:
+        """One with room for `count` digests."""
+        capacity = max(_LEAST, 1 << (count - 1).bit_length())
+        try:
+            return self._free[capacity].popleft()
+        except IndexError:
+            return DigestSlot(capacity)
+
+    def give(self, slot: DigestSlot) -> None:
+        """Nobody writes or reads it any more."""
+        self._free[len(slot.words)].append(slot)
+
+
+def no_digests(count: int) -> bytes:
+    """Digests that match nothing."""
+    return bytes(DIGEST_BYTES * count)
