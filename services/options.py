@@ -17,6 +17,7 @@ _METAVARS = {
     "a size": "SIZE",
     "a share over 0, up to 1, or a size such as 60GiB": "SHARE|SIZE",
     "an address, host:port": "HOST:PORT",
+    "an address, host:port, or off": "HOST:PORT|off",
     "addresses, host:port,host:port": "HOST:PORT,...",
 }
 

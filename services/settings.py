@@ -68,6 +68,10 @@ def _address(value: str) -> str:
     return value
 
 
+def _switch(value: object) -> object:
+    return "" if value == "off" else value
+
+
 def _place(value: str) -> str:
     if value:
         split_address(value.removeprefix(DNS_PREFIX))
@@ -82,6 +86,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Takes("a size")]
 MaybeSize = Annotated[int | None, BeforeValidator(parse_bytes), Takes("a size")]
 Limit = Annotated[float, BeforeValidator(parse_limit), Takes("a share over 0, up to 1, or a size such as 60GiB")]
 Address = Annotated[str, AfterValidator(_address), Takes("an address, host:port")]
+HttpAddress = Annotated[str, BeforeValidator(_switch), AfterValidator(_address), Takes("an address, host:port, or off")]
 Place = Annotated[str, AfterValidator(_place)]
 Places = Annotated[list[Place], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
 PageSize = Annotated[Literal[16, 32, 64, 128] | None, BeforeValidator(_digits)]
@@ -129,6 +134,10 @@ class GatewaySettings(DoorSecurity, Settings):
 
     listen: Address = Field("127.0.0.1:50051", min_length=1)
     """Address to serve on, host:port; port 0: a free one."""
+    http_listen: HttpAddress = "127.0.0.1:8000"
+    """Address of the OpenAI API over HTTP; port 0: a free one, as is the default where `listen` has it; `off`: none."""
+    http_connections: int = Field(16_384, ge=1, le=1 << 20)
+    """HTTP connections at once; one more is closed at once."""
     admin_listen: Address = ""
     """Where orders to the cluster and reflection are served instead; without TLS if only this machine reaches it."""
     workers: Places = Field(default_factory=list, max_length=1024)
@@ -155,6 +164,13 @@ class GatewaySettings(DoorSecurity, Settings):
     """Prompts go to a prefill worker where that costs less than on the decode worker (measured), or wherever one is."""
     local_prefill_tokens: int = Field(0, ge=0, le=_TOKENS)
     """A decode worker that has at most so many prompt tokens to compute does that itself, whatever was measured."""
+
+    @property
+    def http_place(self) -> str:
+        """Where to serve HTTP; empty: nowhere. A second stack on a machine, told to take a free port, takes two."""
+        if "http_listen" not in self.model_fields_set and split_address(self.listen)[1] == 0:
+            return f"{split_address(self.http_listen)[0]}:0"
+        return self.http_listen
 
 
 class WorkerSettings(Settings):
@@ -204,6 +220,12 @@ class WorkerSettings(Settings):
     """Compute threads; 0: torch's choice, or with `up` the cores divided by the workers."""
     shm_dir: Path = Path("/dev/shm")
     """Folder of the KV pool's mapped file; workers of one host share it."""
+    transport: Literal["auto", "shm", "cuda_ipc", "nixl"] = "auto"
+    """By which KV goes to decode workers; `auto`: the fastest that both have, `nixl` (an extra) between hosts."""
+    transport_gb_per_s: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
+    """Least speed of a new pair, measured, in GB/s. By device and transport: cuda_ipc 10, shm 0.2, nixl 0.05."""
+    allow_slow_transport: bool = False
+    """A pair that is slower than it should be is used all the same; otherwise it is an error."""
     ticket_valid_s: Seconds = 60
     """How long a decode worker waits for a prompt's KV, in seconds."""
     session_buffer_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 30)

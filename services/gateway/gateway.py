@@ -18,10 +18,16 @@ from ...v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_gr
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
 from ..security.cluster import cluster_dialer
+from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
 from .cluster_service import ClusterServicer
+from .figures import Figures
 from .fleet import Fleet
+from .http.app import build_app
+from .http.connection import ConnectionLimits
+from .http.door import HttpDoor, Listener
+from .http.tls import listener_context
 from .inference import InferenceServicer
 from .lifecycle import Lifecycle
 from .management import Management
@@ -74,6 +80,7 @@ class Gateway:
             on_change=self._changed.set,
             channel=cluster_dialer(settings),
         )
+        self.figures = Figures(self.admission, self.fleet)
         self.lifecycle = Lifecycle(
             model,
             self.fleet,
@@ -86,10 +93,13 @@ class Gateway:
             routing=settings.routing,
             disaggregate=settings.disaggregate,
             local_prefill_tokens=settings.local_prefill_tokens,
+            figures=self.figures,
         )
         self.authenticator = authenticator(settings)
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
         self._management = Management(settings, self.authenticator, self.fleet, (INFERENCE, CLUSTER))
+        self.http: HttpDoor | None = None
+        self.http_address = ""  # host:port, where it listens
         self._health: Health | None = None
         self._health_task: asyncio.Task[None] | None = None
 
@@ -110,10 +120,32 @@ class Gateway:
         warn_of_open_doors(settings, self.authenticator)
         await self._server.start()
         await self._management.start()
+        await self._open_http()
         self.fleet.start()
         self._health_task = asyncio.create_task(self._tell_health(self._health))
         logger.info("serving %s on %s", self._model.name, address)
         return address
+
+    async def _open_http(self) -> None:
+        settings = self._settings
+        if not settings.http_place:
+            return
+        app = build_app(
+            self.lifecycle,
+            self.figures,
+            max_body=settings.max_message_bytes,
+            serving=lambda: self._health is not None and self._health.serving,
+            authenticate=self.authenticator.authenticate,
+        )
+        tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
+        limits = ConnectionLimits(
+            header_bytes=settings.max_metadata_bytes,
+            write_s=settings.slow_reader_s,
+            connections=settings.http_connections,
+        )
+        self.http = HttpDoor(app, Listener(settings.http_place, tls, frozenset(settings.tls_client_names)), limits)
+        self.http_address = await self.http.start()
+        logger.info("OpenAI API on http%s://%s/v1", "s" if tls is not None else "", self.http_address)
 
     async def _tell_health(self, health: Health) -> None:
         """SERVING while a worker can decode."""
@@ -132,6 +164,8 @@ class Gateway:
         if self._health is not None:
             await self._health.shut_down()
             await self._management.set_serving(False)
+        if self.http is not None:
+            self.http.drain()
         waits = [asyncio.create_task(self.admission.idle()), asyncio.create_task(hurry.wait())]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -148,6 +182,8 @@ class Gateway:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
+        if self.http is not None:
+            await self.http.stop()
         await self._management.stop()
         await self._server.stop(None)
         await self.fleet.stop()

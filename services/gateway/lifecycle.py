@@ -19,6 +19,7 @@ from .admission import Admission
 from .answer import Answer
 from .attempts import Attempts
 from .dispatch import Disaggregate, Dispatcher, Job, Routing
+from .figures import Figures
 from .fleet import Fleet
 from .generation import GenerationRequest, Input, Piece, Send
 from .guard import Guard
@@ -48,10 +49,11 @@ class Lifecycle:
         routing: Routing = "prefix",
         disaggregate: Disaggregate = "auto",
         local_prefill_tokens: int = 0,
+        figures: Figures | None = None,
     ) -> None:
         """`incarnation`: of this gateway. `stream_buffer_bytes`: kept at most for a client that does not keep up.
         `max_attempts`, `replay_wait_s`: see `Attempts`. `routing`, `disaggregate`,
-        `local_prefill_tokens`: see `Dispatcher`."""
+        `local_prefill_tokens`: see `Dispatcher`. `figures`: are told how requests end."""
         self.model = model
         self.fleet = fleet
         self._admission = admission
@@ -63,6 +65,7 @@ class Lifecycle:
         self._dispatcher = Dispatcher(
             fleet, routing=routing, disaggregate=disaggregate, local_tokens=local_prefill_tokens
         )
+        self._figures = figures
         self._numbers = count(1)
         self._guards: set[Guard] = set()
 
@@ -120,6 +123,8 @@ class Lifecycle:
             )
         except TwostrokeError as error:
             logger.info("request %s failed: %s", job.request.request_id, type(error).__name__)
+            if self._figures is not None:
+                self._figures.failed(type(error).__name__)
             raise
         finally:
             for attempts in samples:
@@ -135,6 +140,8 @@ class Lifecycle:
             if piece.finish is not None:
                 attempts.close()  # before the client takes the last piece: it may be slow
                 _log(job, piece)
+                if self._figures is not None:
+                    self._figures.finished(piece.finish, piece.sample)
             await guard.write(send, piece)
             if piece.finish is not None:
                 return

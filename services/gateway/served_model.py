@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ...errors import InvalidRequest, ModelNotFound
@@ -32,8 +33,14 @@ class TextTokenizer(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation; InvalidRequest where the template refuses it."""
 
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's share of the text."""
+
     def token_text(self, token_id: int) -> str:
-        """A token's text."""
+        """The same as text."""
 
 
 class TextStream(Protocol):
@@ -89,6 +96,13 @@ class ServedModel:
         if len(ids) <= INLINE_CHARACTERS:
             return self._texts(ids)
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._texts, ids)
+
+    async def text(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of tokens; of many on a thread."""
+        decode = partial(self.tokenizer.decode, ids, skip_special=skip_special)
+        if len(ids) <= INLINE_CHARACTERS:
+            return decode()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, decode)
 
     def stop_texts(self, ids: Sequence[int]) -> dict[int, str]:
         """Of each token, what its text stream leaves out: the whole text of a special one, else nothing."""

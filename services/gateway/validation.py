@@ -2,7 +2,7 @@
 
 import re
 
-from ...errors import InvalidRequest
+from ...errors import ContextExceeded, InvalidRequest
 from .generation import ChatInput, GenerationRequest, Input, Stopping, TextInput, TokenInput
 from .sampling_checks import check_sampling
 from .served_model import ServedModel, characters
@@ -46,7 +46,7 @@ def check_input(source: Input | None, model: ServedModel) -> Input:
         raise InvalidRequest("the prompt is empty", field="input.text")
     if characters(source) > model.max_characters:
         field = "input.text" if isinstance(source, TextInput) else "input.chat"
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt has {characters(source)} characters, more than {model.max_input} tokens can hold", field=field
         )
     return source
@@ -127,9 +127,9 @@ def check_request_id(request_id: str) -> None:
 def check_length(prompt_tokens: int, model: ServedModel, field: str = "input") -> None:
     """The prompt and one more token fit."""
     if prompt_tokens > model.max_input:
-        raise InvalidRequest(f"the prompt has {prompt_tokens} tokens, at most {model.max_input}", field=field)
+        raise ContextExceeded(f"the prompt has {prompt_tokens} tokens, at most {model.max_input}", field=field)
     if prompt_tokens >= model.context_length:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt has {prompt_tokens} tokens and leaves no room in the context of {model.context_length}",
             field=field,
         )
@@ -149,13 +149,13 @@ def output_limit(prompt_tokens: int, max_tokens: int | None, model: ServedModel,
     """
     room = min(model.context_length, most) - prompt_tokens
     if room < 1:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt has {prompt_tokens} tokens; the workers take {most} with the output", field="input"
         )
     if max_tokens is None:
         return min(room, model.max_output)
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"max_tokens is {max_tokens}; after a prompt of {prompt_tokens} tokens {room} fit",
             field="stopping.max_tokens",
         )

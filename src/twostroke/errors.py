@@ -19,6 +19,10 @@ class InvalidRequest(TwostrokeError):
     """A field of a request is wrong or the request can never fit (INVALID_ARGUMENT)."""
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt, or what is to follow it, is longer than the model or the workers take (INVALID_ARGUMENT)."""
+
+
 class ModelNotFound(TwostrokeError):
     """No such model here (NOT_FOUND)."""
 

@@ -78,7 +78,7 @@ def test_wrong_fields_are_named(model: ServedModel, request_: GenerationRequest,
     with pytest.raises(TwostrokeError) as caught:
         validate(request_, model)
     assert caught.value.field == field
-    assert type(caught.value) is (ModelNotFound if field == "model" else InvalidRequest)
+    assert isinstance(caught.value, ModelNotFound if field == "model" else InvalidRequest)
     assert len(caught.value.message) < 400
 
 

@@ -1,0 +1,53 @@
+"""The paths of the HTTP API."""
+
+from collections.abc import Callable
+
+from starlette.routing import Route, Router
+
+from ..figures import Figures
+from ..lifecycle import Lifecycle
+from .about import About
+from .endpoint import Authenticate, Endpoint, Handler, no_check
+from .errors import HttpRefusal
+from .exchange import Exchange
+from .generate import Generate
+from .tokenize import Tokenize
+
+
+def build_app(
+    lifecycle: Lifecycle,
+    figures: Figures,
+    *,
+    max_body: int,
+    serving: Callable[[], bool],
+    authenticate: Authenticate = no_check,
+) -> Router:
+    """`max_body`: bytes of a request. `serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied."""
+    generate = Generate(lifecycle, max_body=max_body)
+    tokenize = Tokenize(lifecycle, max_body=max_body)
+    about = About(lifecycle.model, figures, serving)
+
+    def route(
+        path: str, method: str, handler: Handler, *, check: Authenticate = authenticate, admin: bool = False
+    ) -> Route:
+        methods = {"GET": handler, "HEAD": handler} if method == "GET" else {method: handler}
+        return Route(path, Endpoint(path, methods, authenticate=check, count=figures.responded, admin=admin))
+
+    return Router(
+        [
+            route("/v1/completions", "POST", generate.complete),
+            route("/v1/chat/completions", "POST", generate.chat),
+            route("/v1/models", "GET", about.models),
+            route("/v1/models/{model:path}", "GET", about.model),
+            route("/tokenize", "POST", tokenize.tokenize),
+            route("/detokenize", "POST", tokenize.detokenize),
+            route("/health", "GET", about.health, check=no_check),
+            route("/metrics", "GET", about.metrics, admin=True),
+        ],
+        redirect_slashes=False,
+        default=Endpoint("other", {}, other=_nothing_here, authenticate=authenticate, count=figures.responded),
+    )
+
+
+async def _nothing_here(_: Exchange) -> None:
+    raise HttpRefusal("there is nothing at this path", status=404, code="not_found")

@@ -1,0 +1,80 @@
+"""Reads request bodies into typed fields; what is wrong, unknown or not supported is refused by name."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import HttpRefusal
+
+F = TypeVar("F", bound="Fields")
+MAX_NAME = 64  # characters of a client's own field name that are repeated to it
+
+
+class Fields(BaseModel):
+    """Of a JSON object. Null is as good as absent."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of the API that cannot be honoured, each with the values that ask for nothing."""
+
+    @classmethod
+    def read(cls: type[F], value: Any, path: str = "") -> F:
+        """HttpRefusal that names the first field that is wrong. `path`: of the object in the body, with a dot."""
+        if not isinstance(value, dict):
+            where = path.rstrip(".") or None
+            raise HttpRefusal(f"{where or 'the body'} must be a JSON object", field=where, code="invalid_type")
+        try:
+            return cls.model_validate(cls._supported(value, path))
+        except ValidationError as error:
+            raise _readable(error, path) from None
+
+    @classmethod
+    def _supported(cls, value: dict[str, Any], path: str) -> dict[str, Any]:
+        kept = {}
+        for name, given in value.items():
+            if name in cls.unsupported:
+                if given is not None and not any(_same(given, harmless) for harmless in cls.unsupported[name]):
+                    raise HttpRefusal(_not_supported(path + name, cls.unsupported[name]), field=path + name,
+                                      code="unsupported_parameter")  # fmt: skip
+            elif given is not None or name not in cls.model_fields:
+                kept[name] = given
+        return kept
+
+
+def _same(given: Any, harmless: Any) -> bool:
+    """1 is not true, though Python takes them for equal."""
+    return type(given) is type(harmless) and bool(given == harmless)
+
+
+def _not_supported(name: str, harmless: tuple[Any, ...]) -> str:
+    if not harmless:
+        return f"{name} is not supported here: leave it out"
+    return f"this {name} is not supported here: leave it out, or send {harmless[0]!r}"
+
+
+def _readable(error: ValidationError, path: str) -> HttpRefusal:
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = path + _path(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        shown = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
+        return HttpRefusal(f"there is no field {shown!r} here", field=shown, code="unknown_parameter")
+    if problem["type"] == "missing":
+        return HttpRefusal(f"{name} is missing", field=name, code="missing_required_parameter")
+    text = problem["msg"].removeprefix("Value error, ")
+    return HttpRefusal(f"{name}: {text[:1].lower()}{text[1:]}", field=name)
+
+
+def _path(parts: tuple[int | str, ...]) -> str:
+    """('stop', 3) as stop[3]."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

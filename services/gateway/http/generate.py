@@ -1,0 +1,145 @@
+"""Runs completions and chats: fields into the gateway's requests, its pieces into replies."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from ..generation import ChatInput, GenerationRequest, Piece, Send, TextInput, TokenInput
+from ..lifecycle import Lifecycle, together
+from .chat_fields import ChatFields, read_messages
+from .chat_reply import ChatReply
+from .completion_fields import CompletionFields, read_prompts
+from .completion_reply import CompletionReply, Prompt
+from .exchange import Exchange
+from .logprobs import TokenNames
+from .reply import DONE, Reply
+
+Source: TypeAlias = TextInput | TokenInput | ChatInput
+
+
+class Generate:
+    """The two endpoints."""
+
+    def __init__(self, lifecycle: Lifecycle, *, max_body: int) -> None:
+        """`max_body`: bytes of a request."""
+        self._lifecycle = lifecycle
+        self._model = lifecycle.model
+        self._max_body = max_body
+
+    async def complete(self, exchange: Exchange) -> None:
+        """`/v1/completions`."""
+        fields = CompletionFields.read(await exchange.json(self._max_body))
+        fields.check()
+        sources: Sequence[Source] = read_prompts(fields.prompt, fields.n, self._model.max_input)
+        scores = fields.prompt_logprobs if not fields.echo or fields.logprobs is None else fields.logprobs
+        request = GenerationRequest(
+            input=None,
+            model=fields.model,
+            sampling=fields.sampling(),
+            stopping=fields.stopping(1 if fields.prompt_only else fields.max_tokens),
+            logprobs=fields.logprobs,
+            prompt_logprobs=scores,
+            n=fields.n,
+            traceparent=exchange.header(b"traceparent"),
+            cache_salt=fields.cache_salt.encode(),
+        )
+        names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
+        wants_ids = fields.return_token_ids or (fields.echo and fields.logprobs is not None)
+        async with exchange.present(streams=fields.stream):
+            prompts = [await self._prompt(fields, source, ids=wants_ids) for source in sources]
+            if wants_ids:
+                sources = [TokenInput(prompt.ids) for prompt in prompts]
+            reply = CompletionReply(exchange.request_id, self._model.name, fields, names, prompts)
+            await self._run(exchange, request, sources, reply, stream=fields.stream)
+        await self._end(exchange, reply, stream=fields.stream, heavy=scores is not None)
+
+    async def chat(self, exchange: Exchange) -> None:
+        """`/v1/chat/completions`."""
+        exchange.chat = True
+        fields = ChatFields.read(await exchange.json(self._max_body))
+        if fields.max_completion_tokens is not None:
+            exchange.renamed["stopping.max_tokens"] = "max_completion_tokens"
+        fields.check()
+        source: Source = read_messages(fields.messages)
+        request = GenerationRequest(
+            input=None,
+            model=fields.model,
+            sampling=fields.sampling(),
+            stopping=fields.stopping(fields.limit),
+            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            prompt_logprobs=fields.prompt_logprobs,
+            n=fields.n,
+            traceparent=exchange.header(b"traceparent"),
+            cache_salt=fields.cache_salt.encode(),
+        )
+        names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
+        async with exchange.present(streams=fields.stream):
+            ids: list[int] = []
+            if fields.return_token_ids:
+                ids = await self._lifecycle.tokenize(fields.model, source)
+                source = TokenInput(ids)
+            reply = ChatReply(exchange.request_id, self._model.name, fields, names, ids)
+            await self._run(exchange, request, [source], reply, stream=fields.stream)
+        await self._end(exchange, reply, stream=fields.stream, heavy=fields.prompt_logprobs is not None)
+
+    async def _prompt(self, fields: CompletionFields, source: Source, *, ids: bool) -> Prompt:
+        """What the reply repeats of it."""
+        text = source.text if isinstance(source, TextInput) and fields.echo else ""
+        if not ids and not (fields.echo and isinstance(source, TokenInput)):
+            return Prompt(text)
+        tokens = await self._lifecycle.tokenize(fields.model, source)
+        if fields.echo and isinstance(source, TokenInput):
+            text = await self._model.text(tokens, skip_special=True)
+        return Prompt(text, tokens)
+
+    async def _run(
+        self, exchange: Exchange, request: GenerationRequest, sources: Sequence[Source], reply: Reply, *, stream: bool
+    ) -> None:
+        """All prompts at once. The first failure ends them all."""
+        deadline = exchange.deadline()
+        left = None if deadline is None else deadline - time.monotonic()
+        request = replace(request, timeout_s=left)
+        several = len(sources) > 1
+        await together(
+            [
+                self._lifecycle.generate(
+                    replace(
+                        request,
+                        input=source,
+                        request_id=f"{exchange.request_id}-{index}"[-128:] if several else exchange.request_id,
+                    ),
+                    self._sender(exchange, reply, index) if stream else partial(_take, reply, index),
+                )
+                for index, source in enumerate(sources)
+            ]
+        )
+
+    def _sender(self, exchange: Exchange, reply: Reply, prompt: int) -> Send:
+        async def send(piece: Piece) -> None:
+            if piece.prompt_logprobs is not None:  # there may be very many
+                loop = asyncio.get_running_loop()
+                events = await loop.run_in_executor(self._model.threads, reply.events, prompt, piece)
+            else:
+                events = reply.events(prompt, piece)
+            if events:
+                await exchange.write(events)
+
+        return send
+
+    async def _end(self, exchange: Exchange, reply: Reply, *, stream: bool, heavy: bool) -> None:
+        if stream:
+            await exchange.write(reply.usage_event() + DONE)
+            await exchange.end()
+            return
+        if heavy:
+            body = await asyncio.get_running_loop().run_in_executor(self._model.threads, reply.whole)
+        else:
+            body = reply.whole()
+        await exchange.respond(200, body)
+
+
+async def _take(reply: Reply, prompt: int, piece: Piece) -> None:
+    reply.take(prompt, piece)

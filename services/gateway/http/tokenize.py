@@ -1,0 +1,70 @@
+"""`/tokenize` and `/detokenize`, with the fields that other servers have for them."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..generation import ChatInput, TextInput, TokenInput
+from ..lifecycle import Lifecycle
+from ..validation import check_token_input
+from .chat_fields import read_messages
+from .errors import HttpRefusal
+from .exchange import Exchange
+from .fields import Fields
+from .logprobs import to_json
+
+
+class TokenizeFields(Fields):
+    """A text or a chat."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "tools": ([],),
+    }
+    model: str = ""
+    prompt: str | None = None
+    messages: Any = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Fields):
+    """Tokens."""
+
+    model: str = ""
+    tokens: list[int]
+
+
+class Tokenize:
+    """The two endpoints."""
+
+    def __init__(self, lifecycle: Lifecycle, *, max_body: int) -> None:
+        """`max_body`: bytes of a request."""
+        self._lifecycle = lifecycle
+        self._model = lifecycle.model
+        self._max_body = max_body
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """The ids that a request would run."""
+        fields = TokenizeFields.read(await exchange.json(self._max_body))
+        if (fields.prompt is None) == (fields.messages is None):
+            raise HttpRefusal("send either prompt or messages", field="prompt", code="missing_required_parameter")
+        exchange.chat = fields.prompt is None
+        source: TextInput | ChatInput
+        source = read_messages(fields.messages) if fields.prompt is None else TextInput(fields.prompt)
+        async with exchange.present(streams=False):
+            ids = await self._lifecycle.tokenize(fields.model, source)
+            texts = await self._model.token_texts(ids) if fields.return_token_strs else None
+        told = {"count": len(ids), "max_model_len": self._model.context_length, "tokens": ids, "token_strs": texts}
+        await exchange.respond(200, to_json(told).encode("utf-8", "replace"))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """The text of tokens, special ones by their names."""
+        fields = DetokenizeFields.read(await exchange.json(self._max_body))
+        self._model.check_name(fields.model)
+        check_token_input(TokenInput(fields.tokens), self._model)
+        async with exchange.present(streams=False):
+            text = await self._model.text(fields.tokens, skip_special=False)
+        await exchange.respond(200, to_json({"prompt": text}).encode("utf-8", "replace"))
