@@ -95,7 +95,7 @@ def test_workers_share_what_the_hand_over_needs(compose: dict[str, Any]) -> None
 
 def test_only_the_gateway_is_reachable_and_only_from_here(compose: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    assert published == {"gateway": ["127.0.0.1:50051:50051"]}
+    assert published == {"gateway": ["127.0.0.1:50051:50051", "127.0.0.1:8000:8000"]}
     for service in compose["services"].values():
         assert service["cap_drop"] == ["ALL"]
         assert service["read_only"] is True

@@ -45,17 +45,23 @@ class ConsoleReport:
             "stopped": "stopped",
         }
         if event == "serving":
-            self._table(details["address"], details["processes"])
+            self._table(
+                details["address"], details["processes"], details.get("http", ""), details.get("admin", "")
+            )
         else:
             self._console.print(
                 lines.get(event, event), style="red" if event in ("hung", "gave_up") else None, highlight=False
             )
 
-    def _table(self, address: str, processes: list[dict[str, Any]]) -> None:
+    def _table(self, address: str, processes: list[dict[str, Any]], http: str, admin: str) -> None:
         table = Table("process", "pid", "address", title="twostroke serves", title_justify="left")
         for process in processes:
             table.add_row(process["name"], str(process["pid"]), process["address"])
         self._console.print(table)
+        if http:
+            self._console.print(f"OpenAI API: base URL {http}/v1", highlight=False)
+        if admin not in ("", address):
+            self._console.print(f"Orders to workers: twostroke workers list --address {admin}", highlight=False)
         where = "" if address == "127.0.0.1:50051" else f"--address {address} "
         self._console.print(
             f'Ask it something: twostroke generate {where}"Why is the sky blue?"    Stop: Ctrl-C', highlight=False

@@ -34,6 +34,7 @@ class ChildSpec:
     drain_s: float = 30.0  # after SIGTERM, and some grace: killed
     successors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """By exit code: the arguments to go on with. Such an end is no failure."""
+    http_url: str = ""  # where it serves HTTP, if it does
     health_address: str = ""  # where it serves health besides, if `address` is not for us
     channel: OpenChannel = open_channel  # to where it is asked
 

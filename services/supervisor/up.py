@@ -43,7 +43,7 @@ class Stack:
 def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> Stack:
     """The gateway's and the workers' processes, with the addresses that they keep for good.
 
-    Raises ConfigError when nobody would decode, or the gateway's address is taken.
+    Raises ConfigError when nobody would decode, or an address of the gateway is taken.
     """
     if up.decode + up.both == 0:
         raise ConfigError(
@@ -55,12 +55,20 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
             f"listen: got {gateway.listen!r}, takes an address that is free ({why.lower()}); any: --listen 127.0.0.1:0",
             field="listen",
         )
+    if gateway.http_place and (why := listen_error(gateway.http_place)):
+        raise ConfigError(
+            f"http_listen: got {gateway.http_place!r}, takes an address that is free ({why.lower()}); "
+            "any: --http-listen 127.0.0.1:0, none: --http-listen off",
+            field="http_listen",
+        )
     people = roles(up)
-    ports = free_ports(len(people) + 2)
+    ports = free_ports(len(people) + 3)
     host, port = split_address(gateway.listen)
+    http_host, http_port = split_address(gateway.http_place) if gateway.http_place else ("", 0)
     gateway = gateway.model_copy(
         update={
             "listen": f"{host}:{port or ports.pop()}",
+            "http_listen": f"{http_host}:{http_port or ports.pop()}" if http_host else "",
             "workers": [f"127.0.0.1:{port}" for port in ports[: len(people)]],
             # Its own door may take TLS only, and certificates that we have not.
             "admin_listen": gateway.admin_listen or (f"127.0.0.1:{ports.pop()}" if gateway.tls_cert else ""),
@@ -74,6 +82,9 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
         settings = worker.model_copy(update={"role": role, "name": name, "listen": address, "threads": threads})
         specs.append(replace(_spec(name, role, address, up, settings), channel=channel))
     door = _spec("gateway", "gateway", gateway.listen, up, gateway)
+    if gateway.http_listen:
+        scheme = "http" if gateway.tls_cert is None else "https"
+        door = replace(door, http_url=f"{scheme}://{reachable(gateway.http_listen)}")
     if gateway.tls_cert is not None and is_local(gateway.admin_listen):
         door = replace(door, health_address=gateway.admin_listen)
     return Stack(up, door, specs)

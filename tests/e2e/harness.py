@@ -93,6 +93,7 @@ class Stack:
     client: Client
     address: str
     changed: asyncio.Condition
+    http: str = ""  # base URL of the HTTP API
 
     def current(self, name: str) -> dict[str, Any]:
         """The last `started` event of a process: its pid and address."""
@@ -196,7 +197,7 @@ async def launched(log: Path, *flags: str) -> AsyncIterator[Stack]:
         serving = next((e for e in events if e["event"] == "serving"), None)
         assert serving is not None, log.read_text()
         channel = open_channel(serving["address"])
-        yield Stack(process, log, events, Client(channel), serving["address"], changed)
+        yield Stack(process, log, events, Client(channel), serving["address"], changed, serving["http"])
         await channel.close()
         process.terminate()
         async with asyncio.timeout(60):

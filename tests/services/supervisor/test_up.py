@@ -116,6 +116,24 @@ def test_an_address_in_use_is_named_before_anything_starts() -> None:
     assert "--listen 127.0.0.1:0" in caught.value.message
 
 
+def test_where_http_is_served() -> None:
+    """On port 8000, but where the gateway takes a free port, HTTP does too; a taken one is named before any start."""
+    assert GatewaySettings().http_place == "127.0.0.1:8000"
+    stack = plan(UpSettings(), GatewaySettings(listen=free()), WORKER)
+    gateway, _ = settings_of(stack)
+    assert 20_000 <= split_address(gateway.http_place)[1] < 32_000
+    assert stack.gateway.http_url == f"http://{gateway.http_place}"
+    off, _ = settings_of(plan(UpSettings(), GatewaySettings(listen=free(), http_listen="off"), WORKER))
+    assert off.http_place == ""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = free(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="http_listen: got .* takes an address that is free") as caught:
+            plan(UpSettings(), GatewaySettings(listen=free(), http_listen=place), WORKER)
+    assert caught.value.field == "http_listen"
+
+
 def test_wildcards_are_reached_on_loopback() -> None:
     assert reachable("0.0.0.0:5") == "127.0.0.1:5"
     assert reachable(":5") == "127.0.0.1:5"
