@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import Unavailable
-from ..kernels.gpu.page_digest import digest_pages
 from .messages import Copy
 from .nixl_agent import Handle, NixlAgent, Places, device_of
 from .nixl_export import agent_name
@@ -183,6 +182,8 @@ class NixlSource:
     def _digests(self, copy: Copy) -> bytes:
         if self._stream is None:
             return source_digests(self.tensor, copy)
+        from ..kernels.gpu.page_digest import digest_pages  # Triton is not installed where a CPU serves
+
         with torch.cuda.stream(self._stream):
             out = torch.zeros((1, len(copy.src)), dtype=torch.int64, device=self.tensor.device)
             ids = torch.tensor(copy.src, dtype=torch.int32, device=self.tensor.device)

@@ -1,37 +1,61 @@
-"""Opens decode workers' pools for a prefill worker."""
+"""Decode workers' pools in ordinary memory of this host, or of any, as a prefill worker opens them."""
 
-import logging
+import threading
 
 from torch import Tensor
 
-from ...errors import Mismatch
+from ...kvtransfer.nixl import NixlTransport
+from ...kvtransfer.nixl_source import NixlSource
 from ...kvtransfer.pool_pages import pool_bytes
 from ...kvtransfer.shm import SharedPool
 from ...kvtransfer.transport import ShmTransport, Transport
-from .link_server import OpenTransport
+from .pool_opener import Broken, Open
 from .wire_link import PoolOffer
-
-log = logging.getLogger(__name__)
 
 
 def shm_opener(
     pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
-) -> OpenTransport:
-    """Opens decode workers' pools for pages of ours to be written into, and measures how fast that goes."""
+) -> Open:
+    """Opens pools that are mapped files, for pages of ours to be written into."""
     source = pool_bytes(pool)
     layers, _, page_bytes = source.shape
 
-    def open_pool(offer: PoolOffer, incarnation: int) -> Transport:
-        if offer.transport != ShmTransport.kind:
-            raise Mismatch(f"transports: {ShmTransport.kind} here, {offer.transport} there")
+    def open_pool(offer: PoolOffer, incarnation: int, _: Broken) -> Transport:
         nbytes = layers * offer.pages * page_bytes
         shared = SharedPool.open(offer.descriptor, incarnation=incarnation, nbytes=nbytes)
         try:
-            transport = ShmTransport(source, shared, offer.pages)
+            return ShmTransport(source, shared, offer.pages)
         except BaseException:
             shared.close()
             raise
-        log.info("pool of %016x: %d pages by shm, %.1f GB/s", incarnation, offer.pages, transport.probe())
-        return transport
 
     return open_pool
+
+
+class NixlOpener:
+    """Opens pools by NIXL, which is set up when the first one is to be opened."""
+
+    def __init__(
+        self,
+        pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
+        incarnation: int,
+    ) -> None:
+        """`pool`: ours, from which pages are pushed. `incarnation`: ours."""
+        self._pages = pool_bytes(pool)
+        self._incarnation = incarnation
+        self._source: NixlSource | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, offer: PoolOffer, incarnation: int, broken: Broken) -> Transport:
+        """See `Open`."""
+        with self._lock:
+            if self._source is None:
+                self._source = NixlSource(self._pages, self._incarnation)
+        return NixlTransport(self._source, offer.descriptor, incarnation=incarnation, pages=offer.pages, broken=broken)
+
+    def close(self) -> None:
+        """Once all that it opened is closed."""
+        with self._lock:
+            if self._source is not None:
+                self._source.close()
+                self._source = None

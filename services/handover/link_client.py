@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ...errors import Mismatch
 from ...kvtransfer.messages import FromReader, FromWriter
 from ...v1 import worker_pb2 as pb
 from ..grpc_setup import open_channel
@@ -12,6 +13,7 @@ from .handover import PeerAddress
 from .link_events import WriterEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness
+from .pool_exports import PoolExports
 from .wire_link import PoolOffer
 from .writer_link import OpenChannel, WriterLink
 
@@ -37,15 +39,19 @@ class LinkClient:
         offer: PoolOffer,
         *,
         channel: OpenChannel = open_channel,
+        exports: PoolExports | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         queue_limit: int = LIMIT,
     ) -> None:
-        """`offer`: our own pool. `queue_limit`: messages that may wait for a prefill worker."""
+        """`offer`: our own pool. `exports`: of it, for transports by which each writer has its own. `queue_limit`:
+        messages that may wait for a prefill worker.
+        """
         self.form = form
         self.liveness = liveness
         self.channel = channel
         self._identity = identity
         self._offer = offer
+        self._exports = exports
         self._heartbeat_s = heartbeat_s
         self._queue_limit = queue_limit
         self._loop = asyncio.get_running_loop()
@@ -105,6 +111,14 @@ class LinkClient:
         """A queue for a new stream."""
         return LinkQueue(limit=self._queue_limit, heartbeat_s=self._heartbeat_s)
 
+    async def export(self, link: WriterLink, transport: str) -> pb.TransportOffer:
+        """Our pool, opened to that writer anew."""
+        exports = self._exports
+        if exports is None or transport != exports.kind:
+            raise Mismatch(f"transport: none that is made for each writer here, {transport} there")
+        descriptor = await asyncio.to_thread(exports.renew, link.peer.incarnation)
+        return pb.TransportOffer(name=transport, descriptor=descriptor)
+
     def up(self, link: WriterLink) -> None:
         """Its stream stands."""
         log.info("link with %s stands", link.known.name if link.known else link.peer.address)
@@ -135,8 +149,25 @@ class LinkClient:
     def _bury(self, link: WriterLink) -> None:
         self._links.pop(link.peer.incarnation, None)
         link.end()
+        self._after_revoking(link, self._dead)
+
+    def _after_revoking(self, link: WriterLink, tell: Callable[[int], None]) -> None:
+        """Tells it once nothing of that writer's reaches our pool any more, not even what is still in a socket."""
+        writer = link.peer.incarnation
+        if self._exports is None or not self._exports.has(writer):
+            tell(writer)
+            return
+        task = asyncio.create_task(self._revoke(self._exports, writer, tell))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _revoke(self, exports: PoolExports, writer: int, tell: Callable[[int], None]) -> None:
+        await asyncio.to_thread(exports.revoke, writer)
+        tell(writer)
+
+    def _dead(self, writer: int) -> None:
         if self._events is not None:
-            self._events.writer_dead(link.peer.incarnation)
+            self._events.writer_dead(writer)
 
     def finished(self, link: WriterLink, reason: str, final: bool) -> None:
         """It gave up, unless its peer died or we stop."""
@@ -146,10 +177,17 @@ class LinkClient:
         log.warning("no link with %s (%016x): %s", link.peer.address, link.peer.incarnation, reason)
         if link.watch is None:
             self._events.writer_refused(link.peer.incarnation, reason, final)
-        else:
-            if not link.watch.provable:
-                link.watch.close()
-            self._events.writer_replaced(link.peer.incarnation, reason)
+            return
+        if not link.watch.provable:
+            link.watch.close()
+        self._events.writer_replaced(link.peer.incarnation, reason)
+        if self._fenced_by_revoking(link):
+            self._after_revoking(link, self._dead)
+
+    def _fenced_by_revoking(self, link: WriterLink) -> bool:
+        """Whether that writer can do nothing without an export: a process of this host might still copy by itself."""
+        elsewhere = link.known is not None and link.known.host != self._identity.host
+        return elsewhere and self._exports is not None and self._exports.has(link.peer.incarnation)
 
     # On the loop
 

@@ -4,16 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ...kvtransfer.messages import FromReader, FromWriter
-from ...kvtransfer.transport import Transport
 from .handover import PeerAddress
+from .pool_opener import Opened
 from .wire_link import PoolOffer
 
 
 class ReaderEvents(Protocol):
     """What links tell the prefill side. Called on the event loop in order; must not block."""
 
-    def reader_up(self, reader: int, offer: PoolOffer, transport: Transport) -> None:
-        """A link stands. The same transport again after a break; it is the receiver's, to close it once it may."""
+    def reader_up(self, reader: int, offer: PoolOffer, opened: Opened) -> None:
+        """A link stands. The same transport again after a break, or a new one in the place of one whose access the
+        reader has closed; it is the receiver's, to close it once it may.
+        """
         ...
 
     def reader_down(self, reader: int) -> None:

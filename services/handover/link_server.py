@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,21 +13,28 @@ import grpc.aio
 from ...errors import Mismatch, Unavailable
 from ...kvtransfer.messages import FromWriter
 from ...kvtransfer.process import ProcessHandle
-from ...kvtransfer.transport import Transport
 from ...v1 import worker_pb2 as pb
 from ..identity import ProcessIdentity, read_identity
 from .link_events import ReaderEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness, PeerWatch
-from .wire_link import PoolOffer, check_format, check_incarnation, from_writer, read_from_reader, read_offer
+from .pool_opener import Broken, Opened, PoolOpener
+from .wire_link import (
+    EXPORTED,
+    PoolOffer,
+    check_format,
+    check_incarnation,
+    from_writer,
+    read_export,
+    read_from_reader,
+    read_offer,
+)
 
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4096  # incarnations known to be dead
 
 LinkContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-OpenTransport: TypeAlias = Callable[[PoolOffer, int], Transport]
-"""Opens a decode worker's pool, given its offer and its incarnation; raises TwostrokeError or OSError. Any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,15 +43,16 @@ class _Reader:
 
     identity: ProcessIdentity
     offer: PoolOffer
-    transport: Transport
+    opened: Opened
     watch: PeerWatch
     queue: LinkQueue[FromWriter] | None = None  # of the stream that stands
+    broken: bool = False  # its transport's connection is lost
 
 
 class LinkServer:
     """Serves `Worker.Link`. Built and used on the event loop, `send` apart.
 
-    For the worker: `LinkServer(identity, form, liveness, open_transport, page_bytes=...)` goes into `PrefillHandover`;
+    For the worker: `LinkServer(identity, form, liveness, opener, page_bytes=...)` goes into `PrefillHandover`;
     the gRPC servicer's `Link` awaits `serve`; at the end `driver.stop()`, `stop()`, then the
     server's own stop and `PrefillHandover.close()`.
     """
@@ -54,7 +62,7 @@ class LinkServer:
         identity: ProcessIdentity,
         form: pb.ModelFormat,
         liveness: Liveness,
-        open_transport: OpenTransport,
+        opener: PoolOpener,
         *,
         page_bytes: int,
         heartbeat_s: float = HEARTBEAT_S,
@@ -64,7 +72,7 @@ class LinkServer:
         self._identity = identity
         self._form = form
         self._liveness = liveness
-        self._open_transport = open_transport
+        self._opener = opener
         self._page_bytes = page_bytes
         self._heartbeat_s = heartbeat_s
         self._queue_limit = queue_limit
@@ -106,23 +114,29 @@ class LinkServer:
             self._refused(hello.identity.name, error)
             raise
         async with contextlib.AsyncExitStack() as stack:
-            handle = transport = None
-            if identity.incarnation not in self._readers:
+            handle = opened = None
+            reader = self._readers.get(identity.incarnation)
+            if reader is None:
                 handle = self._liveness.open(identity)
                 if handle is not None:
                     stack.callback(handle.close)
-                transport = await self._reach(identity, offer)
-                stack.callback(transport.close)
-            mine = pb.PrefillHello(identity=self._identity.message(), format=self._form, transport=offer.transport)
-            await context.write(pb.FromPrefill(hello=mine))
+            if reader is None or reader.broken:
+                opened = await self._reach(identity, offer, requests, context)
+                stack.callback(opened.transport.close)
+            else:
+                await context.write(self._hello(reader.opened.transport.kind))
             await self._expect(requests, "heartbeat")  # said after the handle was opened: it is that peer's
-            reader = self._readers.get(identity.incarnation)
+            if opened is not None:
+                reader = self._admit(identity, offer, handle, opened, stack)
             if reader is None:
-                if transport is None or self._events is None or identity.incarnation in self._dead:
-                    raise Unavailable("the peer was lost meanwhile")
-                stack.pop_all()
-                reader = self._admit(identity, offer, handle, transport)
+                raise Unavailable("the peer was lost meanwhile")
         await self._run(reader, requests, context)
+
+    def _hello(self, transport: str, *, wants_export: bool = False) -> pb.FromPrefill:
+        hello = pb.PrefillHello(
+            identity=self._identity.message(), format=self._form, transport=transport, wants_export=wants_export
+        )
+        return pb.FromPrefill(hello=hello)
 
     def _check(self, hello: pb.DecodeHello) -> tuple[ProcessIdentity, PoolOffer]:
         if self._events is None:
@@ -147,23 +161,74 @@ class LinkServer:
             log.warning("refused a link with %s", text)
         _remember(self._refusals, text)
 
-    async def _reach(self, identity: ProcessIdentity, offer: PoolOffer) -> Transport:
+    async def _reach(
+        self, identity: ProcessIdentity, offer: PoolOffer, requests: AsyncIterator[pb.FromDecode], context: LinkContext
+    ) -> Opened:
+        """Says hello and opens the peer's pool, by an export that it makes for us where one is needed."""
+        opener, incarnation = self._opener, identity.incarnation
+        broken = self._when_broken(incarnation)
+        opened = await asyncio.to_thread(opener.open, offer, incarnation, broken)
+        if isinstance(opened, Opened):
+            await self._hello_or_close(context, opened)
+            return opened
+        await context.write(self._hello(opened, wants_export=True))
+        export = (await self._expect(requests, "export")).export
+        return await asyncio.to_thread(opener.open_export, read_export(export, offer, opened), incarnation, broken)
+
+    async def _hello_or_close(self, context: LinkContext, opened: Opened) -> None:
         try:
-            transport = await asyncio.to_thread(self._open_transport, offer, identity.incarnation)
-        except (OSError, ValueError) as error:
-            raise Mismatch(f"the pool cannot be reached by {offer.transport}: {error}") from error
-        return transport
+            await context.write(self._hello(opened.transport.kind))
+        except BaseException:
+            opened.transport.close()
+            raise
+
+    def _when_broken(self, incarnation: int) -> Broken:
+        """Any thread."""
+
+        def broken() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, as we do
+                self._loop.call_soon_threadsafe(self._broke, incarnation)
+
+        return broken
+
+    def _broke(self, incarnation: int) -> None:
+        """Its connection is lost while we know nothing of its death: the stream comes anew, and asks for an export."""
+        reader = self._readers.get(incarnation)
+        if reader is not None:
+            log.warning("the connection with the pool of %s is lost", reader.identity.name)
+            reader.broken = True
+            self.drop(incarnation)
 
     def _admit(
-        self, identity: ProcessIdentity, offer: PoolOffer, handle: ProcessHandle | None, transport: Transport
-    ) -> _Reader:
+        self,
+        identity: ProcessIdentity,
+        offer: PoolOffer,
+        handle: ProcessHandle | None,
+        opened: Opened,
+        stack: contextlib.AsyncExitStack,
+    ) -> _Reader | None:
+        """The reader that this stream is for, which takes over what the stream opened unless it has it already. None
+        where it was lost meanwhile.
+        """
+        incarnation = identity.incarnation
+        if self._events is None or incarnation in self._dead:
+            return None
+        reader = self._readers.get(incarnation)
+        if reader is not None and not reader.broken and opened.transport.kind not in EXPORTED:
+            return reader  # another stream was faster
+        stack.pop_all()
+        if reader is not None:
+            if handle is not None:
+                handle.close()
+            reader.opened, reader.broken = opened, False
+            return reader
         watch = self._liveness.watch(
             identity,
             handle,
-            on_dead=lambda: self._ended(identity.incarnation),
-            on_silent=lambda: self.drop(identity.incarnation),
+            on_dead=lambda: self._ended(incarnation),
+            on_silent=lambda: self.drop(incarnation),
         )
-        reader = self._readers[identity.incarnation] = _Reader(identity, offer, transport, watch)
+        reader = self._readers[incarnation] = _Reader(identity, offer, opened, watch)
         return reader
 
     async def _run(self, reader: _Reader, requests: AsyncIterator[pb.FromDecode], context: LinkContext) -> None:
@@ -173,7 +238,7 @@ class LinkServer:
         queue = reader.queue = LinkQueue[FromWriter](limit=self._queue_limit, heartbeat_s=self._heartbeat_s)
         reader.watch.heard()
         if self._events is not None:
-            self._events.reader_up(reader.identity.incarnation, reader.offer, reader.transport)
+            self._events.reader_up(reader.identity.incarnation, reader.offer, reader.opened)
         log.info("link with %s stands", reader.identity.name)
         try:
             await queue.run(

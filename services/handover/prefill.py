@@ -36,11 +36,11 @@ from ...kvtransfer.messages import (
     Ticketed,
 )
 from ...kvtransfer.peer_pools import PeerPools
-from ...kvtransfer.transport import Transport
 from ...kvtransfer.writer import Writer
-from .handover import Emit, PeerAddress, Post, Traffic
+from .handover import Emit, PairSpeed, PeerAddress, Post, Traffic
 from .inbox import Inbox, always
 from .link_events import ReaderLinks
+from .pool_opener import Opened
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ class PrefillHandover:
         self._inbox.attach(post)
         self._links.attach(self)
 
-    def reader_up(self, reader: int, offer: PoolOffer, transport: Transport) -> None:
+    def reader_up(self, reader: int, offer: PoolOffer, opened: Opened) -> None:
         """See `ReaderEvents`."""
-        self._tell(lambda: self._on_up(reader, offer, transport))
+        self._tell(lambda: self._on_up(reader, offer, opened))
 
     def reader_down(self, reader: int) -> None:
         """See `ReaderEvents`."""
@@ -119,7 +119,7 @@ class PrefillHandover:
 
     def reader_dead(self, reader: int) -> None:
         """See `ReaderEvents`."""
-        self._tell(lambda: self.writer.reader_dead(reader))
+        self._tell(lambda: self._on_dead(reader))
 
     def received(self, reader: int, message: FromReader) -> None:
         """See `ReaderEvents`."""
@@ -228,9 +228,18 @@ class PrefillHandover:
         self._run(instructions)
         self._flush()
 
-    def _on_up(self, reader: int, offer: PoolOffer, transport: Transport) -> list[Instruction]:
-        self._pools.add(reader, transport)
-        return self.writer.reader_up(reader, self._clock(), pool=offer.pool, pool_pages=offer.pages)
+    def _on_up(self, reader: int, offer: PoolOffer, opened: Opened) -> list[Instruction]:
+        self._pools.add(reader, opened.transport)
+        instructions = self.writer.reader_up(reader, self._clock(), pool=offer.pool, pool_pages=offer.pages)
+        if not any(isinstance(instruction, ClosePool) for instruction in instructions):  # it lives
+            pair = PairSpeed(opened.transport.kind, opened.gb_per_s)
+            self.traffic.pairs = {**self.traffic.pairs, reader: pair}
+        return instructions
+
+    def _on_dead(self, reader: int) -> list[Instruction]:
+        self.traffic.pairs = {key: pair for key, pair in self.traffic.pairs.items() if key != reader}
+        self._pools.gone(reader)
+        return self.writer.reader_dead(reader)
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
         todo = deque(instructions)

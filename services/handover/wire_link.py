@@ -4,7 +4,8 @@ Beyond the handshake and these functions, the hand-over knows no protobuf. Readi
 peer sends: the stream then ends, and nothing of the message takes effect.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ...engine.request import FinishReason, SequenceKey
 from ...errors import Mismatch
@@ -16,7 +17,10 @@ DIGEST_BYTES = 8
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_VALID_S = 86_400.0
-TRANSPORTS = ("shm", "cuda_ipc")
+MAX_WAYS = 8
+MAX_DESCRIPTOR = 1 << 17
+TRANSPORTS = ("shm", "cuda_ipc", "nixl")
+EXPORTED = frozenset({"nixl"})  # of these each prefill worker gets a descriptor of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +30,39 @@ class PoolOffer:
     pool: int  # its name: 64 bits, drawn with the process
     pages: int  # page 0, the sink, counted in
     page_bytes: int  # of one page of one layer
-    descriptor: bytes  # of `transport`
+    descriptor: bytes  # of `transport`; empty: made for each prefill worker that wants it
     transport: str = "shm"
+    further: tuple[tuple[str, bytes], ...] = ()  # slower ways: transport, descriptor
+
+    def ways(self) -> Iterator["PoolOffer"]:
+        """One offer for each way, fastest first."""
+        for transport, descriptor in ((self.transport, self.descriptor), *self.further):
+            yield replace(self, transport=transport, descriptor=descriptor, further=())
 
     def message(self) -> pb.PoolExport:
         """As it goes over the wire."""
-        offer = pb.TransportOffer(name=self.transport, descriptor=self.descriptor)
-        return pb.PoolExport(pool=self.pool, pages=self.pages, page_bytes=self.page_bytes, transports=[offer])
+        ways = [pb.TransportOffer(name=way.transport, descriptor=way.descriptor) for way in self.ways()]
+        return pb.PoolExport(pool=self.pool, pages=self.pages, page_bytes=self.page_bytes, transports=ways)
 
 
 def read_offer(message: pb.PoolExport) -> PoolOffer:
-    """The first transport of the offer that we know. Mismatch where there is none."""
-    for offer in message.transports:
-        if offer.name in TRANSPORTS:
-            return PoolOffer(message.pool, message.pages, message.page_bytes, offer.descriptor, offer.name)
-    names = ", ".join(offer.name for offer in message.transports) or "none"
-    raise Mismatch(f"transports: {', '.join(TRANSPORTS)} here, {names} there")
+    """The ways of the offer that we know. Mismatch where there is none."""
+    known = [(way.name, way.descriptor) for way in message.transports[:MAX_WAYS] if way.name in TRANSPORTS]
+    if not known:
+        names = ", ".join(way.name for way in message.transports[:MAX_WAYS]) or "none"
+        raise Mismatch(f"transports: {', '.join(TRANSPORTS)} here, {names} there")
+    for name, descriptor in known:
+        if len(descriptor) > MAX_DESCRIPTOR or not (descriptor or name in EXPORTED):
+            raise Mismatch(f"transports: a descriptor of {len(descriptor)} bytes for {name}")
+    (transport, descriptor), *further = known
+    return PoolOffer(message.pool, message.pages, message.page_bytes, descriptor, transport, tuple(further))
+
+
+def read_export(message: pb.TransportOffer, offer: PoolOffer, transport: str) -> PoolOffer:
+    """The offer by the way that was asked for. Mismatch where it is another one."""
+    if message.name != transport or not 0 < len(message.descriptor) <= MAX_DESCRIPTOR:
+        raise Mismatch(f"transport: {transport} asked for, {message.name} with {len(message.descriptor)} bytes came")
+    return replace(offer, transport=transport, descriptor=message.descriptor, further=())
 
 
 def check_format(ours: pb.ModelFormat, theirs: pb.ModelFormat) -> None:

@@ -41,6 +41,10 @@ class LinkOwner(Protocol):
         """A queue for a new stream."""
         ...
 
+    async def export(self, link: "WriterLink", transport: str) -> pb.TransportOffer:
+        """Our pool, opened to that writer anew. Raises Mismatch for a transport of which none is made."""
+        ...
+
     def up(self, link: "WriterLink") -> None:
         """Its stream stands."""
         ...
@@ -123,10 +127,13 @@ class WriterLink:
             handle = None
             async with asyncio.timeout(owner.liveness.silence_s):
                 await call.write(pb.FromDecode(hello=owner.hello(self.peer)))
-                identity = self._check((await _read(call, "hello")).hello)
+                hello = (await _read(call, "hello")).hello
+                identity = self._check(hello)
                 if self.watch is None:
                     handle = owner.liveness.open(identity)
                 try:
+                    if hello.wants_export:
+                        await call.write(pb.FromDecode(export=await owner.export(self, hello.transport)))
                     await call.write(_heartbeat(0))
                     await _read(call, "heartbeat")  # said after the handle was opened: it is that peer's
                 except BaseException:

@@ -24,6 +24,7 @@ from ...kvtransfer.shm import SharedPool, file_name, sweep
 from ...v1 import worker_pb2 as pb
 from ..bars import Report, bars_if
 from ..settings import WorkerSettings
+from .worker_transports import check_transport
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,10 @@ class WorkerEngine:
     def load(self) -> None:
         """Finds the model (it may have to be downloaded) and builds the engine. Raises ConfigError with the remedy."""
         settings, options, times = self._settings, self._settings.engine_options(), StartTimes()
-        if settings.role != "both" and options.device_type == "cuda":
-            check_bindings()
+        if settings.role != "both":
+            check_transport(settings)
+            if options.device_type == "cuda":
+                check_bindings()
         removed = sweep(settings.shm_dir)
         if removed:
             log.info("removed %d KV pools of dead workers from %s", removed, settings.shm_dir)

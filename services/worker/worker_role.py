@@ -10,18 +10,16 @@ from torch import Tensor
 from ...errors import TwostrokeError
 from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ..handover.decode import DecodeHandover
-from ..handover.gpu_pool import cuda_opener
 from ..handover.handover import Handover, NoHandover, PeerAddress
-from ..handover.kv_pool import shm_opener
 from ..handover.link_client import LinkClient
 from ..handover.link_server import LinkServer
 from ..handover.liveness import Liveness
 from ..handover.prefill import PrefillHandover
-from ..handover.wire_link import PoolOffer
 from ..identity import ProcessIdentity
 from ..security.cluster import cluster_dialer
 from ..settings import WorkerSettings
 from .worker_engine import WorkerEngine
+from .worker_transports import make_offer, make_opener
 
 if TYPE_CHECKING:
     from ...kvtransfer.cuda_source import CudaSource
@@ -53,7 +51,7 @@ def _prefill(settings: WorkerSettings, identity: ProcessIdentity, loaded: Worker
     engine = loaded.engine
     liveness = Liveness(identity.host, silence_s=settings.silence_s)
     source = _source(engine.pool)
-    opener = shm_opener(engine.pool) if source is None else cuda_opener(source)
+    opener = make_opener(settings, identity.incarnation, engine.pool, source)
     written = _nothing_written if source is None else source.written
     links = LinkServer(identity, loaded.form, liveness, opener, page_bytes=engine.plan.page_bytes)
     handover = PrefillHandover(engine.core, links, engine.pool, written=written)
@@ -64,6 +62,7 @@ def _prefill(settings: WorkerSettings, identity: ProcessIdentity, loaded: Worker
 
     def close() -> None:
         handover.close()
+        opener.close()
         if source is not None:
             source.close()
 
@@ -100,15 +99,17 @@ def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerE
     engine, shared = loaded.engine, loaded.shared
     if shared is None:
         raise TwostrokeError("a decode worker's pool must be shared")
-    offer = PoolOffer(
-        pool=secrets.randbits(64) or 1,
+    offer, exports = make_offer(
+        settings,
+        identity.incarnation,
+        shared.tensor,
+        (shared.kind, shared.descriptor),
+        number=secrets.randbits(64) or 1,
         pages=engine.plan.pages,
         page_bytes=engine.plan.page_bytes,
-        descriptor=shared.descriptor,
-        transport=shared.kind,
     )
     liveness = Liveness(identity.host, silence_s=settings.silence_s)
-    links = LinkClient(identity, loaded.form, liveness, offer, channel=cluster_dialer(settings))
+    links = LinkClient(identity, loaded.form, liveness, offer, channel=cluster_dialer(settings), exports=exports)
     handover = DecodeHandover(
         engine.core,
         links,
@@ -122,7 +123,12 @@ def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerE
         await links.stop()
         liveness.close()
 
-    return Role(handover, None, links.want, stop, handover.close)
+    def close() -> None:
+        handover.close()
+        if exports is not None:
+            exports.close()
+
+    return Role(handover, None, links.want, stop, close)
 
 
 async def _nothing_to_stop() -> None:

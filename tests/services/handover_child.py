@@ -30,16 +30,16 @@ async def answer(worker: PrefillWorker | DecodeWorker, key: SequenceKey) -> None
         say(number=key.request, event="ended", tokens=worker.tokens.get(key), failure=repr(worker.failures.get(key)))
 
 
-async def main(role: str, directory: str, address: str, silence_s: float, layer_s: float) -> None:
+async def main(role: str, directory: str, address: str, silence_s: float, layer_s: float, ways: list[str]) -> None:
     """Runs until stdin ends."""
     loop = asyncio.get_running_loop()
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        worker = PrefillWorker("child", Path(directory), 65, silence_s, token_budget=16)
+        worker = PrefillWorker("child", Path(directory), 65, silence_s, token_budget=16, ways=ways)
         worker.address = address
         work = Work.PREFILL
     else:
-        worker = DecodeWorker("child", Path(directory), 65, silence_s)
+        worker = DecodeWorker("child", Path(directory), 65, silence_s, ways=ways)
         work = Work.DECODE
     worker.runner.after_layer = lambda layer, rows: time.sleep(layer_s)
     await worker.start()
@@ -58,4 +58,5 @@ async def main(role: str, directory: str, address: str, silence_s: float, layer_
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), float(sys.argv[5])))
+    of, folder, at, silence, layer, transports = sys.argv[1:]
+    asyncio.run(main(of, folder, at, float(silence), float(layer), transports.split(",")))

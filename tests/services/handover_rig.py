@@ -32,16 +32,19 @@ from twostroke.engine.request import (
     Token,
     Work,
 )
+from twostroke.kvtransfer.nixl_export import NixlExport
 from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.kvtransfer.process import host_id
 from twostroke.kvtransfer.shm import SharedPool
 from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.handover.decode import DecodeHandover
 from twostroke.services.handover.handover import PeerAddress
-from twostroke.services.handover.kv_pool import shm_opener
+from twostroke.services.handover.kv_pool import NixlOpener, shm_opener
 from twostroke.services.handover.link_client import LinkClient
 from twostroke.services.handover.link_server import LinkServer
 from twostroke.services.handover.liveness import Liveness
+from twostroke.services.handover.pool_exports import PoolExports
+from twostroke.services.handover.pool_opener import Open, PoolOpener
 from twostroke.services.handover.prefill import PrefillHandover
 from twostroke.services.handover.wire_link import PoolOffer
 from twostroke.services.identity import ProcessIdentity
@@ -52,6 +55,7 @@ from twostroke.v1 import worker_pb2_grpc
 
 LAYERS, PAGE, VOCAB = 3, 4, 997
 GATEWAY = 77
+WAYS = ("shm",)
 
 
 def next_token(context: Sequence[int], sample: int = 0) -> int:
@@ -239,9 +243,13 @@ class PrefillWorker(Worker):
     """Role `prefill`, with its server."""
 
     def __init__(self, name: str, directory: Path, pages: int, silence_s: float, **options: Any) -> None:
+        ways = options.pop("ways", WAYS)
         super().__init__(name, directory, pages, silence_s, options)
+        self.nixl = NixlOpener(self.pool, self.identity.incarnation)
+        both: dict[str, Open] = {"shm": shm_opener(self.pool), "nixl": self.nixl}
+        self.opener = PoolOpener({way: both[way] for way in ways})
         self.links = LinkServer(
-            self.identity, form(), self.liveness, shm_opener(self.pool), page_bytes=self.page_bytes, heartbeat_s=0.2
+            self.identity, form(), self.liveness, self.opener, page_bytes=self.page_bytes, heartbeat_s=0.2
         )
         self.handover = PrefillHandover(self.core, self.links, self.pool)
         self.driver = Driver(self.core, self.handover, asyncio.get_running_loop(), self.on_result)
@@ -267,6 +275,7 @@ class PrefillWorker(Worker):
         if self.server is not None:
             await self.server.stop(0.5)
         self.handover.close()
+        self.nixl.close()
         self.liveness.close()
         self.shared.close()
 
@@ -286,9 +295,13 @@ class DecodeWorker(Worker):
     def __init__(
         self, name: str, directory: Path, pages: int, silence_s: float, ticket_valid_s: float = 60.0, **options: Any
     ) -> None:
+        (way, *further) = options.pop("ways", WAYS)
         super().__init__(name, directory, pages, silence_s, options)
-        offer = PoolOffer(self.identity.incarnation, pages, self.page_bytes, self.shared.descriptor)
-        self.links = LinkClient(self.identity, form(), self.liveness, offer, heartbeat_s=0.2)
+        descriptors = {"shm": self.shared.descriptor, "nixl": b""}
+        rest = tuple((name, descriptors[name]) for name in further)
+        offer = PoolOffer(self.identity.incarnation, pages, self.page_bytes, descriptors[way], way, rest)
+        self.exports = PoolExports("nixl", lambda: NixlExport(self.shared.tensor, self.identity.incarnation))
+        self.links = LinkClient(self.identity, form(), self.liveness, offer, exports=self.exports, heartbeat_s=0.2)
         self.handover = DecodeHandover(
             self.core, self.links, self.pool, pool_id=offer.pool, ticket_valid_s=ticket_valid_s
         )
@@ -302,6 +315,7 @@ class DecodeWorker(Worker):
         """In the order that `LinkClient` asks for."""
         await self.driver.stop()
         await self.links.stop()
+        self.exports.close()
         self.liveness.close()
         self.shared.close()
 

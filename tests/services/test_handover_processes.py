@@ -52,17 +52,26 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    role: str, directory: Path, *, address: str = "127.0.0.1:0", silence_s: float = 10.0, layer_s: float = 0.0
+    role: str,
+    directory: Path,
+    *,
+    address: str = "127.0.0.1:0",
+    silence_s: float = 10.0,
+    layer_s: float = 0.0,
+    ways: str = "shm",
 ) -> AsyncIterator[Child]:
     """Started; killed at the end."""
-    arguments = ["-m", "tests.services.handover_child", role, str(directory), address, str(silence_s), str(layer_s)]
+    numbers = map(str, (silence_s, layer_s))
+    arguments = ["-m", "tests.services.handover_child", role, str(directory), address, *numbers, ways]
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     try:
         assert process.stdout is not None

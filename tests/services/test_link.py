@@ -17,6 +17,7 @@ from twostroke.services.grpc_setup import open_channel
 from twostroke.services.handover.handover import PeerAddress
 from twostroke.services.handover.link_client import LinkClient
 from twostroke.services.handover.link_server import LinkServer
+from twostroke.services.handover.pool_opener import PoolOpener
 from twostroke.services.handover.wire_link import PoolOffer
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
@@ -161,7 +162,7 @@ async def test_another_process_at_the_address_loses_what_is_open(tmp_path: Path)
             rig.p.identity.__class__(9, "other", rig.p.identity.pid, rig.p.identity.host),
             form(),
             rig.p.liveness,
-            lambda offer, incarnation: pytest.fail("opened"),
+            PoolOpener({"shm": lambda offer, incarnation, broken: pytest.fail("opened")}),
             page_bytes=rig.p.page_bytes,
         )
         other.attach(rig.p.handover)

@@ -40,7 +40,7 @@ def test_pages_are_pushed_with_their_digests(tmp_path: Path) -> None:
     shared, offer = offered(tmp_path, 9)
     pools = PeerPools()
     landed: list[tuple[int, bytes]] = []
-    pools.add(READER, shm_opener(mine)(offer, READER))
+    pools.add(READER, shm_opener(mine)(offer, READER, lambda: None))
     copy = Copy(1, READER, ticket=4, layer=2, ordinal=6, src=(3, 1), dst=(7, 8))
     pools.push(copy, lambda *result: landed.append(result))
     [(number, digests)] = landed
@@ -60,7 +60,7 @@ def test_pages_are_pushed_with_their_digests(tmp_path: Path) -> None:
 def test_another_size_than_offered_is_refused(tmp_path: Path) -> None:
     shared, offer = offered(tmp_path, 9)
     with pytest.raises(Mismatch):
-        shm_opener(torch.zeros(SHAPE))(PoolOffer(1, 8, offer.page_bytes, offer.descriptor), READER)
+        shm_opener(torch.zeros(SHAPE))(PoolOffer(1, 8, offer.page_bytes, offer.descriptor), READER, lambda: None)
     with pytest.raises(Mismatch):
-        shm_opener(torch.zeros(SHAPE))(offer, READER + 1)
+        shm_opener(torch.zeros(SHAPE))(offer, READER + 1, lambda: None)
     shared.close()

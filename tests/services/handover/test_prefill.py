@@ -15,6 +15,7 @@ from twostroke.errors import InvalidRequest, TwostrokeError
 from twostroke.kvtransfer import messages as kv
 from twostroke.kvtransfer.transport import Done
 from twostroke.services.handover.handover import PeerAddress
+from twostroke.services.handover.pool_opener import Opened
 from twostroke.services.handover.prefill import PrefillHandover
 from twostroke.services.handover.wire_link import PoolOffer
 
@@ -118,7 +119,7 @@ class Side:
             event()
 
     def up(self) -> None:
-        self.handover.reader_up(READER, PoolOffer(POOL, 100, 64, b""), self.transport)
+        self.handover.reader_up(READER, PoolOffer(POOL, 100, 64, b""), Opened(self.transport, 2.5))
         self.run_events()
 
     def submit(self, prompt: list[int], *, start_now: bool = True, **params: Any) -> SequenceKey:

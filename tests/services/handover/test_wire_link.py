@@ -10,11 +10,13 @@ from twostroke.engine.request import SequenceKey
 from twostroke.errors import Mismatch
 from twostroke.kvtransfer import messages as kv
 from twostroke.services.handover.wire_link import (
+    MAX_DESCRIPTOR,
     PoolOffer,
     check_format,
     check_incarnation,
     from_reader,
     from_writer,
+    read_export,
     read_from_reader,
     read_from_writer,
     read_offer,
@@ -199,5 +201,24 @@ def test_offers() -> None:
     message.transports.insert(0, pb.TransportOffer(name="warp"))
     assert read_offer(message) == OFFER
     del message.transports[1]
-    with pytest.raises(Mismatch, match="cuda_ipc here, warp there"):
+    with pytest.raises(Mismatch, match="nixl here, warp there"):
         read_offer(message)
+
+
+def test_offers_of_several_ways() -> None:
+    offer = PoolOffer(5, PAGES, 4096, b"/dev/shm/x", "shm", (("nixl", b""),))
+    assert read_offer(offer.message()) == offer
+    assert [(way.transport, way.descriptor) for way in offer.ways()] == [("shm", b"/dev/shm/x"), ("nixl", b"")]
+    export = read_export(pb.TransportOffer(name="nixl", descriptor=b"there"), offer, "nixl")
+    assert (export.transport, export.descriptor, export.further) == ("nixl", b"there", ())
+    for wrong in (
+        pb.TransportOffer(name="shm", descriptor=b"there"),
+        pb.TransportOffer(name="nixl"),
+        pb.TransportOffer(name="nixl", descriptor=bytes(MAX_DESCRIPTOR + 1)),
+    ):
+        with pytest.raises(Mismatch, match="nixl asked for"):
+            read_export(wrong, offer, "nixl")
+    for bad in (b"", bytes(MAX_DESCRIPTOR + 1)):
+        message = PoolOffer(5, PAGES, 4096, bad).message()
+        with pytest.raises(Mismatch, match="a descriptor of"):
+            read_offer(message)
