@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from .logit_rules import LogitRules
 from .request import ChunkProgress, PromptLogprobs, SamplingParams, SequenceKey, Token
@@ -18,9 +18,12 @@ class Scoring:
     result: PromptLogprobs | None = None  # filled in by the runner
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's share of a step: its tokens at positions start .. start + len(token_ids) - 1."""
+    """A sequence's share of a step: its tokens at positions start .. start + len(token_ids) - 1.
+
+    While a sequence decodes it has one row, of which `start`, `token_ids[0]` and the content of `pages` change.
+    """
 
     key: SequenceKey
     token_ids: list[int]  # a prompt chunk, or one token when decoding: UNSEEN where the step before this one draws it
@@ -32,6 +35,7 @@ class Row:
     rules: LogitRules | None = None  # where it samples and `params` ask for more than filters; up to date
     scoring: Scoring | None = None
     samples: int = 1  # with `sample`: tokens to draw, for the samples from `key.sample` on
+    note: Any = None  # the runner's own: what it looked up for this row
 
 
 UNSEEN = -1  # a token that only the runner knows yet

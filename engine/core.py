@@ -44,12 +44,11 @@ class EngineCore:
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._cache_root = cache_root
+        self._eos = eos_token_ids
         self._clock = clock
         self._roster = Roster(self.pool, page_size=options.page_size, caching=options.prefix_cache)
         self._scheduler = Scheduler(self._roster, options)
-        self._postprocessor = Postprocessor(
-            self._roster, runner, self._scheduler.admission.output_length, eos_token_ids=eos_token_ids, clock=clock
-        )
+        self._postprocessor = Postprocessor(self._roster, runner, self._scheduler.admission.output_length, clock=clock)
         self._flight: Flight | None = None  # the step on its way
         self._page_use = PageUse(options.page_size)
         self._meter = StepMeter()
@@ -81,6 +80,7 @@ class EngineCore:
             base=len(tokens),
             samples=request.samples,
             siblings={key: [] for key in sample_keys(request.key, request.samples)[1:]},
+            ends=frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else self._eos),
         )
         self._added += request.samples
         self._roster.add(sequence)
@@ -184,7 +184,7 @@ class EngineCore:
         result = StepResult()
         before, self._flight = self._flight, None
         result.progress = before is not None
-        if before is not None and before.decisive:
+        if before is not None and before.plan.decisive:
             self._take_in(before, result, wait)
             before = None
         plan = self._scheduler.schedule(self._clock())
@@ -217,16 +217,14 @@ class EngineCore:
             wait(flight.step)
         try:
             tokens = flight.step.tokens()
-            wanted = sum(row.samples for row in flight.plan.rows if row.sample)
-            if len(tokens) != wanted:
-                raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {wanted} rows")
+            if len(tokens) != flight.plan.draws:
+                raise TwostrokeError(f"the runner returned {len(tokens)} tokens for {flight.plan.draws} draws")
         except Exception as error:
             self.pool.completed()
             self._postprocessor.fail(flight.current(), error, result)
         else:
             self.pool.completed()
-            prompts = flight.plan.prompts
-            self._meter.note(flight.began, self._clock(), flight.plan.prompt_tokens, len(flight.plan.rows) - prompts)
+            self._meter.note(flight.began, self._clock(), flight.plan.prompt_tokens, flight.plan.decoding)
             self._postprocessor.advance(flight, tokens, result)
 
     def load(self) -> Load:

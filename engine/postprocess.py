@@ -41,11 +41,6 @@ class Flight:
         """Its sequences, less those that have ended or lost their pages since."""
         return [s for s, stay in zip(self.plan.sequences, self.stays, strict=True) if s.stay == stay]
 
-    @property
-    def decisive(self) -> bool:
-        """Whether its tokens decide on the logits of the next step, which thus cannot be launched behind it."""
-        return any(row.rules is not None for row in self.plan.rows)
-
 
 class Postprocessor:
     """Takes what was computed, here or by a prefill worker, into the sequences; parts the samples of a prompt."""
@@ -56,7 +51,6 @@ class Postprocessor:
         runner: Runner,
         output_length: OutputLength,
         *,
-        eos_token_ids: frozenset[int],
         clock: Callable[[], float],
     ) -> None:
         """`runner`: copies pages. `output_length`: learns of every end."""
@@ -64,12 +58,15 @@ class Postprocessor:
         self._roster = roster
         self._runner = runner
         self._output_length = output_length
-        self._eos = eos_token_ids
         self._clock = clock
 
     def launched(self, plan: Schedule, step: Launched, began: float) -> Flight:
         """The step is on its way: its rows count as launched. `began`: when its launch did."""
-        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+        decoding = plan.decoding
+        for sequence in plan.sequences[:decoding]:
+            sequence.launched += 1
+            sequence.unseen += 1
+        for row, sequence in zip(plan.rows[decoding:], plan.sequences[decoding:], strict=True):
             sequence.launched += len(row.token_ids)
             sequence.unseen += row.sample
         return Flight(plan, [sequence.stay for sequence in plan.sequences], step, began)
@@ -84,13 +81,16 @@ class Postprocessor:
 
         What concerns a sequence that has ended or lost its pages since the launch is void.
         """
-        plan, drawn = flight.plan, iter(tokens)
-        for row, sequence, stay in zip(plan.rows, plan.sequences, flight.stays, strict=True):
+        plan, decoding = flight.plan, flight.plan.decoding
+        self._advance_decoding(plan.sequences[:decoding], flight.stays, tokens, result)
+        drawn = iter(tokens[decoding:])
+        for row, sequence, stay in zip(
+            plan.rows[decoding:], plan.sequences[decoding:], flight.stays[decoding:], strict=True
+        ):
             own = [next(drawn) for _ in range(row.samples)] if row.sample else []
             if sequence.stay != stay:
                 continue
-            decoded = row.start >= sequence.base and len(row.token_ids) == 1
-            self.prefilled_tokens += 0 if decoded else len(row.token_ids)
+            self.prefilled_tokens += len(row.token_ids)
             sequence.computed += len(row.token_ids)
             sequence.unseen -= row.sample
             self._roster.publish(sequence)
@@ -98,13 +98,44 @@ class Postprocessor:
                 result.outputs.append(self._scored(sequence, row.scoring))
             if row.sample:
                 if own[0].token_id == NO_TOKEN:  # then no sample of the prompt has any
-                    error = nothing_left(sequence.next_index())
-                    result.failures += [(key, error) for key in self._roster.drop(sequence)]
+                    self._fail_drawing(sequence, result)
                     continue
                 self._take(sequence, own, result)
             if sequence.prefill_only and sequence.computed == len(sequence.tokens):
                 result.prefilled.append(sequence.key)
                 self._end_prefill(sequence)
+
+    def _advance_decoding(
+        self, sequences: list[Sequence], stays: list[int], tokens: list[Token], result: StepResult
+    ) -> None:
+        """`advance` for rows that decode: there may be hundreds in each step, so little is asked of each."""
+        page_size, outputs = self._roster.page_size, result.outputs
+        for sequence, stay, token in zip(sequences, stays, tokens, strict=False):
+            if sequence.stay != stay:
+                continue
+            sequence.unseen -= 1
+            sequence.computed += 1
+            if sequence.computed % page_size == 0:
+                self._roster.publish(sequence)
+            token_id, known = token[0], sequence.tokens
+            if token_id in sequence.ends or token_id == NO_TOKEN or len(known) + 1 >= sequence.limit:
+                self._end_decoding(sequence, token, result)
+                continue
+            outputs.append(
+                SequenceOutput(sequence.key, len(known) - len(sequence.request.prompt_ids), [token], None, None)
+            )
+            known.append(token_id)
+
+    def _end_decoding(self, sequence: Sequence, token: Token, result: StepResult) -> None:
+        if token.token_id == NO_TOKEN:
+            self._fail_drawing(sequence, result)
+        else:
+            result.outputs.append(self._append(sequence, token, None))
+
+    def _fail_drawing(self, sequence: Sequence, result: StepResult) -> None:
+        """Its rules left no token to draw."""
+        error = nothing_left(sequence.next_index())
+        result.failures += [(key, error) for key in self._roster.drop(sequence)]
 
     def arrive(
         self,
@@ -188,7 +219,6 @@ class Postprocessor:
         return SequenceOutput(key or sequence.key, index, [token], finish, timings)
 
     def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+        if token_id in sequence.ends:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None

@@ -168,7 +168,7 @@ class Roster:
         """The only way on which a sequence loses its pages. A page under a ticket stays out of use by its hold."""
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : sequence.announced], sequence.key)
         self.expected -= self._places(sequence)
-        pages, sequence.pages = sequence.pages, []
+        pages, sequence.pages, sequence.row = sequence.pages, [], None
         sequence.computed = sequence.launched = sequence.unseen = sequence.registered = sequence.announced = 0
         sequence.stay += 1
         self.pool.release(pages)

@@ -18,8 +18,10 @@ class Schedule:
     sequences: list[Sequence] = field(default_factory=list)
     reserved: list[Reservation] = field(default_factory=list)
     preempted: list[SequenceKey] = field(default_factory=list)
-    prompts: int = 0  # rows that do not decode, the last ones
-    prompt_tokens: int = 0  # in these
+    decoding: int = 0  # rows of sequences that decode, the first ones
+    prompt_tokens: int = 0  # in the others
+    draws: int = 0  # tokens to be drawn
+    decisive: bool = False  # its tokens decide on the logits of the next step, which cannot be launched behind it
 
 
 class Scheduler:
@@ -41,28 +43,43 @@ class Scheduler:
         plan = Schedule()
         self._grow()
         plan.reserved = self.admission.admit(now)
-        ready = [sequence for sequence in self._roster.running.values() if sequence.launchable]
-        decoding = [sequence for sequence in ready if sequence.decoding and not self._full(sequence)]
-        for sequence in decoding:
-            self._append_row(plan, sequence, 1, now)
-        prompts = [sequence for sequence in ready if not sequence.decoding]
+        decoding, prompts = self._ready()
+        plan.sequences = decoding
+        plan.rows = [decode_row(sequence) for sequence in decoding]
+        plan.decoding = plan.draws = len(decoding)
         for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
             self._append_row(plan, sequence, tokens, now)
-            plan.prompts += 1
-            plan.prompt_tokens += tokens
+        plan.decisive = bool([row for row in plan.rows if row.rules is not None])
         plan.preempted = self._roster.requeue()
         return plan
 
+    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that decode now, and those whose prompts go on. What `launchable` and `decoding` say, asked of each
+        sequence in each step; those without a page for their next token are left out."""
+        page_size = self._roster.page_size
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self._roster.running.values():
+            known, launched = len(sequence.tokens), sequence.launched
+            if sequence.unseen:
+                if sequence.samples != 1 or sequence.prefill_only or known + 1 >= sequence.limit:
+                    continue
+                known += 1
+            if known - launched != 1 or known <= sequence.base:
+                if known > launched:
+                    prompts.append(sequence)
+            elif launched < len(sequence.pages) * page_size:
+                decoding.append(sequence)
+        return decoding, prompts
+
     def _grow(self) -> None:
         """Gives each decoding sequence the page for its next token, the oldest first."""
-        short = [s for s in self._roster.running.values() if s.decoding and s.launchable and self._full(s)]
+        page_size = self._roster.page_size
+        full = [s for s in self._roster.running.values() if s.launched >= len(s.pages) * page_size]
+        short = [s for s in full if s.decoding and s.launchable]
         for sequence in sorted(short, key=lambda sequence: sequence.age):
             if sequence.key in self._roster.running and self._find_page(sequence):
                 self._roster.grow(sequence)
-
-    def _full(self, sequence: Sequence) -> bool:
-        """Whether its next token needs one more page."""
-        return sequence.launched >= len(sequence.pages) * self._roster.page_size
 
     def _find_page(self, sequence: Sequence) -> bool:
         """Makes one page free; False when `sequence` had to go, being the youngest, or when pages are free soon."""
@@ -104,6 +121,21 @@ class Scheduler:
         row.samples = sequence.samples
         plan.rows.append(row)
         plan.sequences.append(sequence)
+        plan.prompt_tokens += tokens
+        plan.draws += row.samples if sample else 0
+
+
+def decode_row(sequence: Sequence) -> Row:
+    """The row of a sequence that decodes: the same one as long as it has its pages, because there are many."""
+    row = sequence.row
+    if row is None or row.pages is not sequence.pages:
+        row = Row(sequence.key, [UNSEEN], 0, sequence.pages, sequence.request.params, True)
+        sequence.row = row
+    row.start = sequence.launched
+    row.token_ids[0] = UNSEEN if sequence.unseen else sequence.tokens[-1]
+    if sequence.ruled:
+        row.rules = sequence.current_rules()
+    return row
 
 
 def scoring_of(sequence: Sequence, start: int, end: int) -> Scoring | None:

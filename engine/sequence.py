@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from .batch import Row
 from .logit_rules import LogitRules
 from .request import Request, SequenceKey, SequenceTimings, Work
 
@@ -51,11 +52,18 @@ class Sequence:
     # that each will have for itself: a copy of the last, unfilled page, and room for its first token.
     siblings: dict[SequenceKey, list[int]] = field(default_factory=dict)
     wanted: bool = True  # False: its own sample was cancelled, it runs for its siblings
+    ends: frozenset[int] = frozenset()  # tokens that end its output
+    row: Row | None = None  # the one of each step while it decodes
+    # Of the request: asked for in every step.
+    key: SequenceKey = field(init=False)  # its name
+    prefill_only: bool = field(init=False)  # its KV is for another worker
+    ruled: bool = field(init=False)  # `current_rules` has something to do
 
-    @property
-    def key(self) -> SequenceKey:
-        """Its name."""
-        return self.request.key
+    def __post_init__(self) -> None:
+        """Takes from the request what is asked for in every step."""
+        self.key = self.request.key
+        self.prefill_only = self.request.work is Work.PREFILL
+        self.ruled = LogitRules.needed(self.request.params)
 
     @property
     def age(self) -> tuple[float, int]:
@@ -78,11 +86,6 @@ class Sequence:
         if not self.unseen:
             return self.remaining > 0
         return self.samples == 1 and not self.prefill_only and len(self.tokens) + 1 < self.limit
-
-    @property
-    def prefill_only(self) -> bool:
-        """Its KV is for another worker."""
-        return self.request.work is Work.PREFILL
 
     @property
     def unticketed(self) -> bool:
@@ -108,11 +111,10 @@ class Sequence:
 
     def current_rules(self) -> LogitRules | None:
         """What is to be done to the logits of its next token, brought up to date; None: nothing."""
-        params = self.request.params
+        if not self.ruled:
+            return None
         if self.rules is None:
-            if not LogitRules.needed(params):
-                return None
-            self.rules = LogitRules(params, len(self.request.prompt_ids))
+            self.rules = LogitRules(self.request.params, len(self.request.prompt_ids))
         self.rules.update(self.tokens)
         return self.rules
 
@@ -130,6 +132,7 @@ class Sequence:
             pages=pages,
             chain=list(self.chain),
             rules=None,
+            row=None,
             siblings={},
             wanted=True,
             timings=replace(self.timings),

@@ -83,7 +83,8 @@ def test_what_depends_on_the_last_token_waits_for_it() -> None:
     params = SamplingParams(max_tokens=6, repetition_penalty=1.5)
     plain = engine.add(1, prompt_of(5), max_tokens=6)
     key = engine.add(2, prompt_of(7, 1), max_tokens=6)
-    engine.core._roster.live[key].request.params = params
+    sequence = engine.core._roster.live[key]
+    sequence.request.params, sequence.ruled = params, True
     engine.drain()
     assert max(runner.depths) == 1
     assert runner.unseen == 6 * [0]
