@@ -137,6 +137,14 @@ def plain(worker: pb.WorkerInfo) -> dict[str, Any]:
     values["role"] = _word(pb.WorkerRole.Name(worker.role))
     values["state"] = _word(pb.WorkerState.Name(worker.state))
     values["incarnation"] = f"{worker.incarnation:016x}"
+    values["transports"] = [
+        {
+            "decode_incarnation": f"{pair.decode_incarnation:016x}",
+            "transport": pair.transport,
+            "gb_per_s": round(pair.gb_per_s, 3),
+        }
+        for pair in worker.transports
+    ]
     return values
 
 

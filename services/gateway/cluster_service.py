@@ -12,6 +12,7 @@ from ...v1 import cluster_pb2_grpc
 from .fleet import Fleet
 from .router import Role
 from .worker_client import WorkerClient
+from .worker_session import MAX_PAIRS
 
 MAX_WITHIN_S = 86_400.0
 
@@ -106,4 +107,8 @@ def info(client: WorkerClient) -> pb.WorkerInfo:
         suited_page_size=suited_page_size(status.mean_length),
         start_seconds=session.start_seconds,
         memory_bytes=session.memory_bytes,
+        transports=[
+            pb.PairTransport(decode_incarnation=pair.reader, transport=pair.transport, gb_per_s=pair.gb_per_s)
+            for pair in status.pairs[:MAX_PAIRS]
+        ],
     )

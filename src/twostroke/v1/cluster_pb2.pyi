@@ -143,6 +143,7 @@ class WorkerInfo(_message.Message):
     SUITED_PAGE_SIZE_FIELD_NUMBER: _builtins.int
     START_SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """/ host:port at which the gateway reaches it."""
     name: _builtins.str
@@ -191,6 +192,10 @@ class WorkerInfo(_message.Message):
     def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """/ Bytes of its memory plan, by part."""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairTransport]:
+        """/ Prefill: how KV goes from it to each decode worker that it is linked with."""
+
     def __init__(
         self,
         *,
@@ -216,14 +221,45 @@ class WorkerInfo(_message.Message):
         suited_page_size: _builtins.int = ...,
         start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        transports: _abc.Iterable[Global___PairTransport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_pages", b"cached_pages", "free_pages", b"free_pages", "incarnation", b"incarnation", "mean_length", b"mean_length", "memory_bytes", b"memory_bytes", "name", b"name", "page_size", b"page_size", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "reason", b"reason", "requests", b"requests", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "state", b"state", "suited_page_size", b"suited_page_size", "tickets", b"tickets", "unused_share", b"unused_share", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_pages", b"cached_pages", "free_pages", b"free_pages", "incarnation", b"incarnation", "mean_length", b"mean_length", "memory_bytes", b"memory_bytes", "name", b"name", "page_size", b"page_size", "pages", b"pages", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "reason", b"reason", "requests", b"requests", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "state", b"state", "suited_page_size", b"suited_page_size", "tickets", b"tickets", "transports", b"transports", "unused_share", b"unused_share", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class PairTransport(_message.Message):
+    """/ How KV goes between two workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    GB_PER_S_FIELD_NUMBER: _builtins.int
+    decode_incarnation: _builtins.int
+    """/ Incarnation of the decode worker."""
+    transport: _builtins.str
+    """/ `shm`, `cuda_ipc` or `nixl`."""
+    gb_per_s: _builtins.float
+    """/ As measured when they met, in GB (10^9 bytes) a second."""
+    def __init__(
+        self,
+        *,
+        decode_incarnation: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        gb_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "gb_per_s", b"gb_per_s", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairTransport: _TypeAlias = PairTransport  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
