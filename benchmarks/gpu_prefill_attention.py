@@ -1,8 +1,8 @@
 """Prefill attention on a GPU: shapes of the Triton kernel beside torch's fused kernels, in TFLOP/s.
 
-`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|none] [--json FILE]`. 32 query and 8 KV heads of 128,
-bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not timed.
-About 80 s.
+`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|parts|none] [--json FILE]`. 32 query and 8 KV heads
+of 128, bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not
+timed. About 80 s.
 """
 
 import argparse
@@ -46,13 +46,29 @@ PLAIN = {
     "64x64, 4 warps": PrefillShape(64, 64, 4, 2, GROUP),
     "64x128, 4 warps": PrefillShape(64, 128, 4, 2, GROUP),
 }
+
+
+def parted(parts: int = 2, keys: int = 128, stages: int = 3, pack: int = 1, **rest: bool) -> PrefillShape:
+    return PrefillShape(64 * parts, keys, 4 * parts, stages, pack, hopper=True, partitions=parts, **rest)
+
+
 HOPPER = {
     "hopper 128x128": PrefillShape(128, 128, 8, 3, GROUP, hopper=True),
     "hopper 128x128, 2 stages": PrefillShape(128, 128, 8, 2, GROUP, hopper=True),
     "hopper 128x64, 4 stages": PrefillShape(128, 64, 8, 4, GROUP, hopper=True),
     "hopper 128x128, a head a tile": PrefillShape(128, 128, 8, 3, 1, hopper=True),
 }
-SHAPES = {"plain": PLAIN, "hopper": HOPPER, "none": {}}
+PARTS = {
+    "2 parts": parted(),
+    "2 parts, ordered": parted(ordered=True),
+    "2 parts, resident": parted(resident=True),
+    "2 parts, ordered, resident": parted(ordered=True, resident=True),
+    "2 parts, ordered, resident, 2 heads": parted(pack=2, ordered=True, resident=True),
+    "2 parts, ordered, resident, 4 heads": parted(pack=4, ordered=True, resident=True),
+    "2 parts of 128x64, ordered, resident": parted(keys=64, stages=5, ordered=True, resident=True),
+    "3 parts of 192x64, ordered, resident": parted(3, keys=64, stages=5, ordered=True, resident=True),
+}
+SHAPES = {"plain": PLAIN, "hopper": HOPPER | PARTS, "parts": PARTS, "none": {}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ The work is cut as in prefill_attention.py, and the same holds for the bits of a
 are kept out; those that it has written must be finite.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper_copies import COLUMNS, FLAT, copy_blocks
+from .hopper_parts import parts_attention
 from .hopper_turns import LOG2E, as_operand, barrier, take_turns, weigh
 from .prefill_shape import PrefillShape
 
@@ -195,30 +198,36 @@ def hopper_attention(
     if tiles.shape[0] == 0:
         return
     head_dim = pool.shape[-1]
-    width = max(COLUMNS.value, triton.next_power_of_2(head_dim))
     flat = pool.view(-1, head_dim)
     if flat.shape[0] > MAX_ROW or pool.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"a pool of {flat.shape[0]} rows of {pool.dtype}")
+    slabs = TensorDescriptor.from_tensor(flat, [min(page_size, shape.keys), COLUMNS.value], FLAT.value)
+    sizes: dict[str, Any] = {
+        "group": heads // kv_heads,
+        "pack": shape.pack,
+        "block": shape.keys,
+        "head_dim": head_dim,
+        "width": max(COLUMNS.value, triton.next_power_of_2(head_dim)),
+        "kv_heads": kv_heads,
+        "page_size": page_size,
+        "factor": scale * LOG2E.value,
+        "cap": cap,
+        "window": window,
+        "stages": shape.stages,
+    }
+    if shape.partitions > 1:
+        parts_attention(q, slabs, tables, tiles, out, heads // shape.pack, shape, sizes)
+        return
     _prefill_kernel[(heads // shape.pack, tiles.shape[0])](
         q,
-        TensorDescriptor.from_tensor(flat, [min(page_size, shape.keys), COLUMNS.value], FLAT.value),
+        slabs,
         tables,
         tiles,
         out,
         q.stride(0),
         out.stride(0),
         tables.stride(0),
-        group=heads // kv_heads,
-        pack=shape.pack,
+        **sizes,
         row_count=shape.rows,
-        block=shape.keys,
-        head_dim=head_dim,
-        width=width,
-        kv_heads=kv_heads,
-        page_size=page_size,
-        factor=scale * LOG2E.value,
-        cap=cap,
-        window=window,
-        stages=shape.stages,
         num_warps=shape.warps,
     )

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .hopper_items import item, item_count, tile_keys
+
 COLUMNS = gl.constexpr(64)  # of a copy: 128 bytes, the widest swizzle
 FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -73,3 +75,46 @@ def copy_blocks(
                 slabs, v_tiles, now, stage, table, kv_head + kv_heads, begin - block, end,
                 block, width, kv_heads, page_size,
             )  # fmt: skip
+
+
+@gluon.jit
+def copy_tiles(
+    slabs,
+    k_tiles,
+    v_tiles,
+    ready,
+    free,
+    tables,
+    table_stride,
+    tiles,
+    items,
+    head_blocks: gl.constexpr,
+    blocks_of_group: gl.constexpr,  # head blocks of a KV head
+    stages: gl.constexpr,
+    block: gl.constexpr,
+    width: gl.constexpr,
+    kv_heads: gl.constexpr,
+    page_size: gl.constexpr,
+    window: gl.constexpr,
+):
+    """As `copy_blocks`, for all items of a program: the next one's first blocks come while the last is at work."""
+    taken, use = item_count(items), gl.to_tensor(0)
+    for i in range(taken):
+        head_block, slot, _, count, start = item(tiles, i, taken, head_blocks)
+        table, kv_head = tables + slot.to(gl.int64) * table_stride, head_block // blocks_of_group
+        origin, end = tile_keys(count, start, block, window)
+        blocks = (end - origin + block - 1) // block
+        for j in range(blocks + 1):
+            stage, begin = (use + j) % stages, origin + j * block
+            now = ready.index(stage)
+            mbarrier.wait(free.index(stage), ((use + j) // stages + 1) & 1)
+            mbarrier.expect(now, 2 * block * width * 2, pred=(j > 0) & (j < blocks))
+            mbarrier.expect(now, block * width * 2, pred=(j == 0) | (j == blocks))
+            if j < blocks:
+                _copy_block(slabs, k_tiles, now, stage, table, kv_head, begin, end, block, width, kv_heads, page_size)
+            if j > 0:
+                _copy_block(
+                    slabs, v_tiles, now, stage, table, kv_head + kv_heads, begin - block, end,
+                    block, width, kv_heads, page_size,
+                )  # fmt: skip
+        use += blocks + 1
