@@ -229,7 +229,74 @@ def complete_never_repeated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "tick", lambda self, now: [])
 
 
+def quarantine_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Pages of a revoked ticket never come back, though their writer said that it is drained."""
+    original = Reader._close
+
+    def close(self: Reader, arrival: Arrival) -> Out:
+        revoked = arrival.state is ArrivalState.REVOKING
+        return [i for i in original(self, arrival) if not (revoked and isinstance(i, Unhold))]
+
+    patch.setattr(Reader, "_close", close)
+
+
+def dead_writer_keeps_pages(patch: pytest.MonkeyPatch) -> None:
+    """A revoked ticket outlives its writer's proven death."""
+    original = Reader._writes_ended
+
+    def writes_ended(self: Reader, arrival: Arrival, reason: str) -> Out:
+        gone = arrival.state is ArrivalState.REVOKING and "gone" in reason
+        return [] if gone else original(self, arrival, reason)
+
+    patch.setattr(Reader, "_writes_ended", writes_ended)
+
+
+def pool_of_the_dead_kept(patch: pytest.MonkeyPatch) -> None:
+    """A dead reader's pool stays open, so that its successor finds no room."""
+    original = Pushes.close_pool
+
+    def close_pool(self: Pushes, reader: int) -> Out:
+        return [i for i in original(self, reader) if not isinstance(i, ClosePool)]
+
+    patch.setattr(Pushes, "close_pool", close_pool)
+
+
+def sources_never_released(patch: pytest.MonkeyPatch) -> None:
+    """A prefill worker keeps the pages of a sequence whose ticket was accepted."""
+    original = Pushes.abandon
+
+    def abandon(self: Pushes, source: Source) -> Out:
+        return [i for i in original(self, source) if not isinstance(i, Release)]
+
+    patch.setattr(Pushes, "abandon", abandon)
+
+
+def mismatch_believed_at_last(patch: pytest.MonkeyPatch) -> None:
+    """What did not match twice is believed."""
+    original = Reader._refuse
+
+    def refuse(self: Reader, arrival: Arrival, reason: str) -> Out:
+        message = arrival.complete
+        return original(self, arrival, reason) if message is None else self._accept(arrival, message, verified=True)
+
+    patch.setattr(Reader, "_refuse", refuse)
+
+
+def resend_never_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """One damaged page costs the request, though its source is still there."""
+    original = Reader._judge
+
+    def judge(self: Reader, arrival: Arrival) -> Out:
+        arrival.drained = True
+        return original(self, arrival)
+
+    patch.setattr(Reader, "_judge", judge)
+
+
 FAULTS: dict[Fault, str] = {  # and what it leads to
+    quarantine_forgotten: "holds and tickets differ",
+    dead_writer_keeps_pages: "holds and tickets differ|for ever|pages are lost|tickets are left",
+    pool_of_the_dead_kept: "a dead pool is still mapped",
     early_reuse_at_revoke: "a write into pages that its ticket does not hold|a hold ended under a copy",
     expiry_frees_without_drain: "a write into pages that its ticket does not hold|a hold ended under a copy",
     lost_link_taken_for_death: "a write into pages that its ticket does not hold|a hold ended under a copy",
