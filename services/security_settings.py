@@ -56,6 +56,8 @@ class DoorSecurity(BaseSettings):
     """Requests of one tenant at once, where its key does not say; 0: as many as `max_queue`."""
     reflection: bool = True
     """Serve gRPC's reflection, by which clients learn the API's messages."""
+    metrics: bool = True
+    """Serve figures for Prometheus at `/metrics`."""
     max_metadata_bytes: int = Field(16_384, ge=1024, le=1 << 20)
     """Most metadata (headers) of a call, in bytes."""
     max_streams: int = Field(16_384, ge=1, le=1 << 20)

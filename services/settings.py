@@ -140,6 +140,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """HTTP connections at once; one more is closed at once."""
     admin_listen: Address = ""
     """Where orders to the cluster and reflection are served instead; without TLS if only this machine reaches it."""
+    metrics_listen: Address = ""
+    """Where `/metrics` is served instead of beside the HTTP API; without TLS if only this machine reaches it."""
     workers: Places = Field(default_factory=list, max_length=1024)
     """Workers to connect to, host:port each, separated by commas; a name (or `dns:name:port`) may stand for several."""
     max_queue: int = Field(1024, ge=1, le=1_000_000)

@@ -17,14 +17,14 @@ from ...kvtransfer.process import host_id
 from ...v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
-from ..security.cluster import cluster_dialer
+from ..security.cluster import cluster_dialer, is_local
 from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
 from .cluster_service import ClusterServicer
 from .figures import Figures
 from .fleet import Fleet
-from .http.app import build_app
+from .http.app import build_app, build_metrics_app
 from .http.connection import ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
@@ -99,6 +99,7 @@ class Gateway:
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
         self._management = Management(settings, self.authenticator, self.fleet, (INFERENCE, CLUSTER))
         self.http: HttpDoor | None = None
+        self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens
         self._health: Health | None = None
         self._health_task: asyncio.Task[None] | None = None
@@ -128,24 +129,47 @@ class Gateway:
 
     async def _open_http(self) -> None:
         settings = self._settings
+        await self._open_metrics()
         if not settings.http_place:
             return
         app = build_app(
             self.lifecycle,
             self.figures,
             max_body=settings.max_message_bytes,
-            serving=lambda: self._health is not None and self._health.serving,
+            serving=self._is_serving,
             authenticate=self.authenticator.authenticate,
+            metrics=settings.metrics and not settings.metrics_listen,
         )
         tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
-        limits = ConnectionLimits(
+        listener = Listener(settings.http_place, tls, frozenset(settings.tls_client_names))
+        self.http = HttpDoor(app, listener, self._http_limits())
+        self.http_address = await self.http.start()
+        logger.info("OpenAI API on http%s://%s/v1", "s" if tls is not None else "", self.http_address)
+
+    async def _open_metrics(self) -> None:
+        settings = self._settings
+        if not settings.metrics or not settings.metrics_listen:
+            return
+        app = build_metrics_app(
+            self.lifecycle, self.figures, serving=self._is_serving, authenticate=self.authenticator.authenticate
+        )
+        listener = Listener(settings.metrics_listen)
+        if not is_local(settings.metrics_listen):
+            tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
+            listener = Listener(settings.metrics_listen, tls, frozenset(settings.tls_client_names))
+        self.metrics = HttpDoor(app, listener, self._http_limits())
+        logger.info("figures on %s", await self.metrics.start())
+
+    def _is_serving(self) -> bool:
+        return self._health is not None and self._health.serving
+
+    def _http_limits(self) -> ConnectionLimits:
+        settings = self._settings
+        return ConnectionLimits(
             header_bytes=settings.max_metadata_bytes,
             write_s=settings.slow_reader_s,
             connections=settings.http_connections,
         )
-        self.http = HttpDoor(app, Listener(settings.http_place, tls, frozenset(settings.tls_client_names)), limits)
-        self.http_address = await self.http.start()
-        logger.info("OpenAI API on http%s://%s/v1", "s" if tls is not None else "", self.http_address)
 
     async def _tell_health(self, health: Health) -> None:
         """SERVING while a worker can decode."""
@@ -185,6 +209,8 @@ class Gateway:
         if self.http is not None:
             await self.http.stop()
         await self._management.stop()
+        if self.metrics is not None:
+            await self.metrics.stop()
         await self._server.stop(None)
         await self.fleet.stop()
         self._model.threads.shutdown(wait=False, cancel_futures=True)

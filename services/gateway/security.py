@@ -64,17 +64,19 @@ def door_server(
 
 def warn_of_open_doors(settings: GatewaySettings, auth: Authenticator) -> None:
     """Says what is missing where others than this machine can connect."""
-    if is_local(settings.listen):
+    places = [place for place in (settings.listen, settings.http_place) if place and not is_local(place)]
+    where = f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'}"
+    if not places:
         return
     if settings.tls_cert is None:
         logger.warning(
-            "%s is reached from other machines without TLS: prompts, answers and keys can be read on the way "
-            "(--tls-cert, --tls-key; or a proxy in front that ends TLS, and --listen 127.0.0.1:PORT)",
-            settings.listen,
+            "%s reached from other machines without TLS: prompts, answers and keys can be read on the way "
+            "(--tls-cert, --tls-key; or a proxy in front that ends TLS, and addresses of this machine alone)",
+            where,
         )
     if not auth.enabled and settings.tls_client_ca is None:
         logger.warning(
-            "%s is reached from other machines without authentication: whoever can connect may use the model, and "
+            "%s reached from other machines without authentication: whoever can connect may use the model, and "
             "drain workers (--api-keys, --jwt-keys or --tls-client-ca)",
-            settings.listen,
+            where,
         )

@@ -77,7 +77,7 @@ class SignedTokens:
                 leeway=LEEWAY_S,
                 options={"require": ["exp", "aud", "iss"]},
             )
-        except jwt.InvalidTokenError as error:
+        except jwt.PyJWTError as error:
             raise Unauthenticated(_why(error)) from None
         except (ValueError, TypeError, RecursionError):  # what its parts decode to is the sender's choice
             raise Unauthenticated(INVALID) from None
@@ -105,7 +105,7 @@ class SignedTokens:
         return Bearer(tenant, bool(self._expected.admin_scope) and self._expected.admin_scope in words)
 
 
-def _why(error: "jwt.InvalidTokenError") -> str:
+def _why(error: "jwt.PyJWTError") -> str:
     """More than `INVALID` only of a token whose signature held, or of what its sender knows anyway."""
     match error:
         case jwt.ExpiredSignatureError():

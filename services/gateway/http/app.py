@@ -21,8 +21,10 @@ def build_app(
     max_body: int,
     serving: Callable[[], bool],
     authenticate: Authenticate = no_check,
+    metrics: bool = True,
 ) -> Router:
-    """`max_body`: bytes of a request. `serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied."""
+    """`max_body`: bytes of a request. `serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied.
+    `metrics`: whether `/metrics` is here."""
     generate = Generate(lifecycle, max_body=max_body)
     tokenize = Tokenize(lifecycle, max_body=max_body)
     about = About(lifecycle.model, figures, serving)
@@ -42,11 +44,35 @@ def build_app(
             route("/tokenize", "POST", tokenize.tokenize),
             route("/detokenize", "POST", tokenize.detokenize),
             route("/health", "GET", about.health, check=no_check),
-            route("/metrics", "GET", about.metrics, admin=True),
+            *([route("/metrics", "GET", about.metrics, admin=True)] if metrics else []),
         ],
         redirect_slashes=False,
         default=Endpoint("other", {}, other=_nothing_here, authenticate=authenticate, count=figures.responded),
     )
+
+
+def build_metrics_app(
+    lifecycle: Lifecycle, figures: Figures, *, serving: Callable[[], bool], authenticate: Authenticate
+) -> Router:
+    """Of a port for `/metrics` and `/health` alone. Scrapes are not counted among the clients' requests."""
+    about = About(lifecycle.model, figures, serving)
+
+    def route(path: str, handler: Handler, check: Authenticate, *, admin: bool) -> Route:
+        methods = {"GET": handler, "HEAD": handler}
+        return Route(path, Endpoint(path, methods, authenticate=check, count=_uncounted, admin=admin))
+
+    return Router(
+        [
+            route("/metrics", about.metrics, authenticate, admin=True),
+            route("/health", about.health, no_check, admin=False),
+        ],
+        redirect_slashes=False,
+        default=Endpoint("other", {}, other=_nothing_here, authenticate=authenticate, count=_uncounted),
+    )
+
+
+def _uncounted(_: str, __: int) -> None:
+    """For endpoints that no figure is kept of."""
 
 
 async def _nothing_here(_: Exchange) -> None:

@@ -349,12 +349,43 @@ async def test_old_connections_take_no_calls_and_finish_theirs(tiny_llama_dir: P
         await it.idle()
 
 
+async def http(address: str, path: str, key: str = "") -> int:
+    """The status of a GET."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    shown = f"authorization: Bearer {key}\r\n" if key else ""
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{shown}\r\n".encode())
+    async with asyncio.timeout(10):
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+async def test_metrics_take_an_admin_and_can_be_moved_or_shut_off(tiny_llama_dir: Path, keys: Keys) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    ops, acme = keys.of["ops"], keys.of["acme"]
+    async with cluster(tiny_llama_dir, api_keys=keys.path) as it:
+        told = [await http(it.gateway.http_address, "/metrics", key) for key in ("", acme, ops)]
+        assert told == [401, 403, 200]
+    async with cluster(tiny_llama_dir, api_keys=keys.path, metrics_listen=place) as it:
+        assert await http(it.gateway.http_address, "/metrics", ops) == 404
+        assert [await http(place, "/metrics", key) for key in ("", acme, ops)] == [401, 403, 200]
+        assert [await http(place, path, ops) for path in ("/health", "/v1/models", "/")] == [503, 404, 404]
+    async with cluster(tiny_llama_dir, metrics_listen=place, http_listen="off") as it:
+        assert await http(place, "/metrics") == 200
+    async with cluster(tiny_llama_dir, metrics=False, metrics_listen=place) as it:
+        assert await http(it.gateway.http_address, "/metrics") == 404
+        with pytest.raises(ConnectionRefusedError):
+            await http(place, "/metrics")
+
+
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
         ({"listen": "127.0.0.1:0"}, ()),
         ({"listen": "localhost:0"}, ()),
         ({"listen": "0.0.0.0:0"}, ("without TLS", "without authentication")),
+        ({"listen": "127.0.0.1:0", "http_listen": "0.0.0.0:0"}, ("without TLS", "without authentication")),
         ({"listen": "0.0.0.0:0", "api_keys": True}, ("without TLS",)),
         ({"listen": "0.0.0.0:0", "tls": True}, ("without authentication",)),
         ({"listen": "[::]:0", "tls": True, "api_keys": True}, ()),
@@ -371,7 +402,7 @@ async def test_open_doors_are_warned_of(
 ) -> None:
     ours = Authority(tmp_path, "ours")
     pair = ours.issue("localhost")
-    chosen: dict[str, Any] = {"listen": settings["listen"]}
+    chosen: dict[str, Any] = {name: settings[name] for name in ("listen", "http_listen") if name in settings}
     chosen |= {"api_keys": keys.path} if "api_keys" in settings else {}
     chosen |= {"tls_cert": pair.cert, "tls_key": pair.key} if {"tls", "mtls"} & settings.keys() else {}
     chosen |= {"tls_client_ca": ours.path} if "mtls" in settings else {}
