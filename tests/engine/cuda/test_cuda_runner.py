@@ -52,7 +52,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, tiny_models.VOCAB, (length,), generator=generator).tolist()
 
 
-def requests(tokens: int = 5) -> list[Request]:
+def requests(tokens: int) -> list[Request]:
     """Chunks over several steps, a shared prefix, several samples, draws of all kinds."""
     shared = prompt(35, 9)
     each = [
@@ -60,7 +60,7 @@ def requests(tokens: int = 5) -> list[Request]:
         (prompt(70, 1), SamplingParams(temperature=0.8, seed=7), 1),
         (shared, SamplingParams(temperature=0.0, prompt_logprobs=1), 1),
         ([*shared, 5, 6], SamplingParams(temperature=1.2, top_k=30, top_p=0.9, min_p=0.01, seed=1 << 63), 2),
-        (prompt(17, 2), SamplingParams(temperature=0.0, repetition_penalty=1.3, min_tokens=3), 1),
+        (prompt(17, 2), SamplingParams(temperature=0.0, repetition_penalty=1.3, min_tokens=2), 1),
         (prompt(1, 3), SamplingParams(temperature=0.9, typical_p=0.8, seed=3), 1),
     ]
     return [
@@ -90,8 +90,9 @@ def serve(core: EngineCore, wanted: list[Request]) -> tuple[dict[SequenceKey, li
 )
 def test_the_same_tokens_as_the_plain_runner(tmp_path: Path, name: str) -> None:
     tiny_models.make_model(tmp_path, name)
-    expected, scored = serve(build(tmp_path, ModelRunner), requests())
-    got, also_scored = serve(build(tmp_path, CudaRunner), requests())
+    tokens = 2 if name == "gemma2" else 4  # its layers take the interpreter twice as long
+    expected, scored = serve(build(tmp_path, ModelRunner), requests(tokens))
+    got, also_scored = serve(build(tmp_path, CudaRunner), requests(tokens))
     assert got.keys() == expected.keys()
     for key, tokens in expected.items():
         assert [token.token_id for token in got[key]] == [token.token_id for token in tokens], key

@@ -93,7 +93,7 @@ PARTS = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))]  # 
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept(kind, dtype, part, device):
     vocab = 700
@@ -106,7 +106,7 @@ def test_odd_vocabularies(vocab, top_k, device):
     check(rows_like("peaked", 2, vocab).half(), [(1.0, top_k, 0.9, 0.0), (0.5, 0, 0.6, 0.0)], device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_few_blocks_that_hold_most_of_the_weight(dtype, device):
     """As in language models, whose frequent tokens have low ids; the highest logits lie elsewhere."""
     vocab = 24 * BLOCK

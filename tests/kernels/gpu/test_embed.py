@@ -5,7 +5,7 @@ from twostroke.kernels.gpu.embed import embed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 2304), (33, 80), (2, 5120), (513, 64)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 2304), (33, 80), (2, 5120)])
 def test_rows_of_the_matrix_scaled(device, dtype, rows, width):
     generator = torch.Generator().manual_seed(width)
     embedding = torch.randn(97, width, generator=generator).to(dtype)

@@ -46,8 +46,15 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -
     return x, weight, torch.randn(n, generator=generator).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("tma", "flat"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("tma", "flat", "dtype"),
+    [
+        (False, True, torch.float16),
+        (True, False, torch.float32),
+        pytest.param(False, True, torch.float32, marks=pytest.mark.slow),
+        pytest.param(True, False, torch.float16, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 64, 32), (2, 65, 33), (5, 200, 144), (16, 7, 200), (17, 130, 72), (33, 96, 64)]
 )
@@ -56,7 +63,7 @@ def test_odd_shapes(m: int, n: int, k: int, tma: bool, flat: bool, dtype: torch.
     check(x, weight, replace(SMALL, tma=tma, flat=flat), bias if n % 2 else None, repeat=2)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 1000])
 def test_shares(programs: int, flat: bool, device: torch.device) -> None:
     """Fewer programs than tiles, as many, a few a tile, and one a block: all sum the same blocks once."""

@@ -54,7 +54,7 @@ def ordered_dots(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ordered_dots")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_a_row_is_alone(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch of 1 to 130 rows gives each row the bits that it gets alone, by programs of parts or of all parts."""
     x, weight, bias = operands(130, 96, 1600, dtype, device)

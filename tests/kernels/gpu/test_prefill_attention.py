@@ -142,20 +142,29 @@ def test_head_dims(device, head_dim, dtype):
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 64])
-@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_query_heads_of_a_kv_head(device, group, kv_heads):
     spans = [(0, 5), (37, 21), (3, 1)]
     Case(spans, device=device, heads=group * kv_heads, kv_heads=kv_heads).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("page", "dtype"),
+    [
+        *((page, torch.float16) for page in (16, 32, 64, 128)),
+        (16, torch.float32),
+        *(pytest.param(page, torch.float32, marks=pytest.mark.slow) for page in (32, 64, 128)),
+    ],
+)
 def test_page_sizes_and_lengths(device, page, dtype):
-    Case(around(page), device=device, dtype=dtype, page=page, heads=2, kv_heads=1, head_dim=32).check()
+    Case(around(page), device=device, dtype=dtype, page=page, heads=4, kv_heads=2, head_dim=32).check()
 
 
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 64, 150, 1000])
+OFTEN = [(window, 16) for window in (1, 2, 16, 17, 33, 64, 150, 1000)] + [(1, 64), (64, 64), (150, 64)]
+SELDOM = [pytest.param(window, 64, marks=pytest.mark.slow) for window in (2, 16, 17, 33, 1000)]
+
+
+@pytest.mark.parametrize(("window", "page"), [*OFTEN, *SELDOM])
 def test_windows(device, window, page):
     spans = [(0, 90), (200, 20), (37, 2), (16, 1), (63, 40)]
     Case(spans, device=device, page=page, window=window, head_dim=32).check()
@@ -212,8 +221,17 @@ def exact_dot(device, monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 0.0), (0, 30.0)])
+@pytest.mark.parametrize(
+    ("window", "cap", "dtype"),
+    [
+        (0, 0.0, torch.float32),
+        (50, 0.0, torch.float16),
+        (0, 30.0, torch.float16),
+        pytest.param(0, 0.0, torch.float16, marks=pytest.mark.slow),
+        pytest.param(50, 0.0, torch.float32, marks=pytest.mark.slow),
+        pytest.param(0, 30.0, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_are_the_same_bits_however_a_prompt_is_cut(device, exact_dot, window, cap, dtype):
     case = Case([(0, 170), (37, 30)], device=device, dtype=dtype, window=window, cap=cap, heads=2, kv_heads=1)
     for shape in (SMALL, case.shape):

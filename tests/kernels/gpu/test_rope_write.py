@@ -33,7 +33,7 @@ SHAPES = [
     Shape(4, 2, 128, 128, 16, normed=True),
     Shape(5, 1, 80, 48, 16, normed=True),
     Shape(8, 4, 256, 256, 64, normed=True),
-    Shape(2, 1, 64, 64, 16, tokens=513),
+    Shape(2, 1, 64, 64, 16, tokens=130),
     Shape(2, 2, 64, 16, 16, tokens=1, normed=True),
 ]
 
