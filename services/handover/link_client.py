@@ -162,7 +162,11 @@ class LinkClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _revoke(self, exports: PoolExports, writer: int, tell: Callable[[int], None]) -> None:
-        await asyncio.to_thread(exports.revoke, writer)
+        try:
+            await asyncio.to_thread(exports.revoke, writer)
+        except Exception:
+            log.exception("access of %016x cannot be ended: pages that it may write stay held", writer)
+            return
         tell(writer)
 
     def _dead(self, writer: int) -> None:

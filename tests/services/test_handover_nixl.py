@@ -1,6 +1,7 @@
 """The hand-over by NIXL: as between hosts, with processes that die and connections that break."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 from twostroke.errors import HandoverExpired
 from twostroke.kvtransfer.nixl_agent import why_missing
+from twostroke.services.handover.link_server import LinkServer
+from twostroke.services.handover.pool_opener import PoolOpener
 
-from .handover_rig import DecodeWorker, PrefillWorker, Rig, expected_tokens, random_prompt, running
+from .handover_rig import DecodeWorker, PrefillWorker, Rig, expected_tokens, form, random_prompt, running
 from .test_handover_processes import child, serves_alone, start, started
 
 pytestmark = pytest.mark.skipif(bool(why_missing()), reason=why_missing() or "there")
@@ -103,6 +106,27 @@ async def test_a_connection_that_breaks_is_made_anew(tmp_path: Path) -> None:
         [new] = rig.p.handover._pools._transports.values()
         assert new is not old
         await rig.whole()
+
+
+async def test_a_writer_of_another_host_that_was_replaced_loses_its_access_and_thus_its_pages(tmp_path: Path) -> None:
+    """Its death cannot be proven; that nothing of it reaches the pool any more can."""
+    async with running(tmp_path, ways=NIXL) as rig:
+        rig.p.links._identity = dataclasses.replace(rig.p.identity, host="elsewhere")
+        await rig.generate([1], 2)
+        await rig.whole()
+        _, decode = rig.requests(random_prompt(1, 40), 5)
+        rig.d.submit(decode, rig.p)
+        await rig.d.settled(lambda: rig.d.core.load().held_pages == 10)
+        assert rig.p.server is not None
+        await rig.p.server.stop(0)
+        another = dataclasses.replace(rig.p.identity, incarnation=9)
+        successor = LinkServer(another, form(), rig.p.liveness, PoolOpener({}), page_bytes=rig.p.page_bytes)
+        successor.attach(rig.p.handover)
+        await rig.p.start_server(successor)
+        await rig.d.ended(decode.key)
+        assert "incarnation" in str(rig.d.failures[decode.key])
+        await rig.d.all_whole()
+        assert not rig.d.exports.has(rig.p.identity.incarnation)
 
 
 async def test_a_slow_pair_is_an_error(tmp_path: Path) -> None:
