@@ -25,7 +25,7 @@ from .cluster_service import ClusterServicer
 from .figures import Figures
 from .fleet import Fleet
 from .http.app import build_app, build_metrics_app
-from .http.connection import ConnectionLimits
+from .http.connection import LINGER_S, ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
 from .inference import InferenceServicer
@@ -167,7 +167,7 @@ class Gateway:
         settings = self._settings
         return ConnectionLimits(
             header_bytes=settings.max_metadata_bytes,
-            write_s=settings.slow_reader_s,
+            write_s=settings.slow_reader_s + LINGER_S,  # the request itself ends before that, and says why
             connections=settings.http_connections,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 from ....errors import Unavailable
 from ..figures import CONTENT_TYPE, Figures
 from ..served_model import ServedModel
+from .errors import nothing_here
 from .exchange import Exchange
 from .logprobs import to_json
 
@@ -27,7 +28,10 @@ class About:
 
     async def model(self, exchange: Exchange) -> None:
         """By name; ModelNotFound."""
-        self._model.check_name(exchange.params["model"])
+        name = exchange.params["model"]
+        if not name:
+            raise nothing_here()
+        self._model.check_name(name)
         await exchange.respond(200, to_json(self._told()).encode())
 
     async def health(self, exchange: Exchange) -> None:

@@ -8,7 +8,7 @@ from ..figures import Figures
 from ..lifecycle import Lifecycle
 from .about import About
 from .endpoint import Authenticate, Endpoint, Handler, no_check
-from .errors import HttpRefusal
+from .errors import nothing_here
 from .exchange import Exchange
 from .generate import Generate
 from .tokenize import Tokenize
@@ -76,4 +76,4 @@ def _uncounted(_: str, __: int) -> None:
 
 
 async def _nothing_here(_: Exchange) -> None:
-    raise HttpRefusal("there is nothing at this path", status=404, code="not_found")
+    raise nothing_here()

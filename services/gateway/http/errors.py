@@ -64,6 +64,11 @@ class HttpRefusal(InvalidRequest):
         self.headers = headers
 
 
+def nothing_here() -> HttpRefusal:
+    """Of a path that is none of ours."""
+    return HttpRefusal("there is nothing at this path", status=404, code="not_found")
+
+
 class ClientGone(TwostrokeError):
     """The client closed its connection: there is nobody to tell."""
 

@@ -129,7 +129,7 @@ def test_where_http_is_served() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place = free(taken.getsockname()[1])
-        with pytest.raises(ConfigError, match="http_listen: got .* takes an address that is free") as caught:
+        with pytest.raises(ConfigError, match=r"http_listen: got .* takes an address that is free") as caught:
             plan(UpSettings(), GatewaySettings(listen=free(), http_listen=place), WORKER)
     assert caught.value.field == "http_listen"
 
