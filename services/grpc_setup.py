@@ -70,6 +70,19 @@ def create_server(
     return grpc.aio.server(interceptors=list(interceptors), options=[*server_options(max_message_bytes), *limits])
 
 
+def connection_fault(details: str) -> str:
+    """Why a connection failed, of what gRPC says, which names the address again and again: Connection refused, ..."""
+    text = details.splitlines()[0] if details else "no details"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"its certificate is not trusted: {text.removesuffix(': OK').rpartition(': ')[2]}"
+    if "Hostname Verification" in text:
+        return "its certificate is for another name"
+    reason = text.rpartition(": ")[2]
+    if reason in ("Socket closed", "Connection reset by peer"):
+        return f"{reason} (it may want TLS, or another certificate of ours)"
+    return "it does not speak TLS" if "WRONG_VERSION_NUMBER" in text else reason
+
+
 def connection_limits(*, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0) -> list[Option]:
     """What one connection may have: metadata of a call, calls at once, seconds without a call, seconds in all (after
     which it takes no new calls). 0 seconds: for ever."""

@@ -19,6 +19,7 @@ from ...errors import (
 )
 from ...v1 import inference_pb2 as pb
 from ...v1 import inference_pb2_grpc
+from ..grpc_setup import connection_fault
 from .access import OPEN, Access
 
 CONNECT_S = 5.0
@@ -124,7 +125,7 @@ class Client:
         if (connecting and silent) or details.startswith(_NOBODY):
             return Unavailable(
                 f"no gateway answers at {self._address}: start one with `twostroke up`, or name another with --address"
-                f" ({details.splitlines()[0].rpartition(': ')[2]})"
+                f" ({connection_fault(details)})"
             )
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and _PASSED in details:  # said by gRPC, not by a gateway
             details = "the deadline passed before the answer was complete"

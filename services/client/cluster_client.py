@@ -18,6 +18,7 @@ from ...errors import (
 )
 from ...v1 import cluster_pb2 as pb
 from ...v1 import cluster_pb2_grpc
+from ..grpc_setup import connection_fault
 from .access import OPEN, Access
 
 CALL_S = 5.0
@@ -80,6 +81,6 @@ class ClusterClient:
             details = error.details() or "no details"
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise Unavailable(
-                    f"no gateway answers at {self._address}: name another with --address ({details.splitlines()[0]})"
+                    f"no gateway answers at {self._address}: name another with --address ({connection_fault(details)})"
                 ) from error
             raise _ERRORS.get(error.code(), TwostrokeError)(details) from error

@@ -12,7 +12,7 @@ import grpc.aio
 from ...errors import Mismatch, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
-from ..grpc_setup import OpenChannel, open_channel
+from ..grpc_setup import OpenChannel, connection_fault, open_channel
 from ..identity import ProcessIdentity, read_identity
 from .router import Role
 from .worker_session import WorkerSession
@@ -177,7 +177,7 @@ def told(error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return f"refused: {text}"
     if error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(NO_CONNECTION):
-        return text.rpartition(": ")[2]  # Connection refused, Connection timed out, ...: the address is named anyway
+        return connection_fault(text)
     return f"{error.code().name}: {text}"
 
 

@@ -55,7 +55,7 @@ class ApiKey:
 
 def digest_of(salt: bytes, key: str) -> bytes:
     """32 bytes."""
-    return hashlib.sha256(salt + key.encode()).digest()
+    return hashlib.sha256(salt + key.encode("utf-8", "surrogatepass")).digest()
 
 
 def new_key(

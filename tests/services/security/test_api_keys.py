@@ -40,9 +40,12 @@ def test_the_line_does_not_hold_the_key() -> None:
     assert len(kept.salt) == 16
 
 
+KEY, KEPT = new_key("acme")
+
+
 @given(st.data())
 def test_no_other_key_is_taken(data: st.DataObject) -> None:
-    key, kept = new_key("acme")
+    key, kept = KEY, KEPT
     place = data.draw(st.integers(0, len(key) - 1))
     letter = data.draw(st.characters())
     if letter == key[place]:

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.services.grpc_setup import bind, create_server, open_channel
+from twostroke.services.grpc_setup import bind, connection_fault, create_server, open_channel
 from twostroke.services.interceptor import ErrorInterceptor
 from twostroke.services.security import watched_file
 from twostroke.services.security.peer_names import PeerNames
@@ -241,3 +241,21 @@ def test_an_encrypted_key_is_refused_and_no_password_asked_for(authority: Author
     pair.key.write_bytes(sealed)
     with pytest.raises(ConfigError, match="no certificate with its key"):
         server_credentials(files(pair, None), require_client=False)
+
+
+async def test_why_a_connection_failed_is_told_in_words(authority: Authority, others: Authority) -> None:
+    async def told(channel: grpc.aio.Channel) -> str:
+        return connection_fault((await answer(channel)).partition(": ")[2])
+
+    server = files(authority.issue("localhost"), authority.path)
+    mine = files(authority.issue("me"), authority.path)
+    async with listening(server, mutual=True) as address:
+        assert await told(Dialer(files(None, others.path))(address)) == (
+            "its certificate is not trusted: unable to get local issuer certificate"
+        )
+        assert await told(Dialer(mine, name="other")(address)) == "its certificate is for another name"
+        assert "it may want TLS, or another certificate" in await told(Dialer(files(None, authority.path))(address))
+        assert "it may want TLS, or another certificate" in await told(open_channel(address))
+    async with listening(files(None, None)) as address:
+        assert await told(Dialer(mine)(address)) == "it does not speak TLS"
+    assert "refused" in await told(open_channel(address))
