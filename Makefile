@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not soak and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
+.PHONY: help demo test test-all soak nixl gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-all: lint ## the long ones too
 
 soak: $(VENV)/.dev ## hours of load and faults
 	$(PYTEST) -m soak --timeout 14400
+
+nixl: $(VENV)/.dev ## the tests of KV between hosts; installs the extra that they need
+	$(PIP) install -q -c constraints.txt -e '.[nixl]'
+	$(PYTEST) -m "$(QUICK)" tests/kvtransfer/test_nixl.py tests/services/test_handover_nixl.py tests/e2e/test_nixl.py
 
 gpu: $(VENV)/.dev ## the tests that need a CUDA device
 	$(PYTEST) -m gpu

@@ -83,11 +83,13 @@ class NixlSource:
         return device_of(self.tensor)
 
     def mark(self) -> torch.cuda.Event | None:
-        """What is launched so far on the current stream, as an event; None in CPU memory, where all is done."""
+        """What is launched so far on the pool's device, by this thread's current stream there, as an event; None in CPU
+        memory, where all is done.
+        """
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self.tensor.device))
         return event
 
     def post(self, write: Write) -> None:
@@ -119,7 +121,10 @@ class NixlSource:
                     self._begin(item) if isinstance(item, Write) else item()
                 except Exception:
                     log.exception("the NIXL thread")
-            self._look()
+            try:
+                self._look()
+            except Exception:
+                log.exception("the NIXL thread")
 
     def _take(self) -> list[Write | Callable[[], None] | None]:
         """All that came; waits for it, no longer than until the next look at what is under way."""

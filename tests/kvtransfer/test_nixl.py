@@ -27,17 +27,18 @@ OURS, THEIRS = 5, 9
 SRC_IDS = (*range(3, 20), 30, 25)
 DST_IDS = (*range(40, 57), 1, 2)
 ANSWER_S = 30.0
+BOTH = pytest.mark.parametrize("tls", ["tcp", ""], indirect=True)
 
 
 class Peer:
     """The child and what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         root = Path(__file__).parents[2]
         command = [sys.executable, str(Path(__file__).with_name("nixl_child.py"))]
         paths = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [*command, *map(str, (LAYERS, DST, BYTES, THEIRS))],
+            [*command, *map(str, (LAYERS, DST, BYTES, THEIRS)), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths},
@@ -84,7 +85,7 @@ class Landings:
             return self.news.wait_for(lambda: len(self.told) >= count, seconds)
 
 
-@pytest.fixture(name="tls", params=["tcp", ""])
+@pytest.fixture(name="tls", params=["tcp"])
 def _tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """TCP as between hosts, and what UCX takes within one."""
     if request.param:
@@ -127,6 +128,7 @@ def copy(number: int, layer: int, src: tuple[int, ...] = SRC_IDS, dst: tuple[int
     return Copy(number, THEIRS, 7, layer, 2, src, dst)
 
 
+@BOTH
 def test_copies_these_pages_and_nothing_else(source: NixlSource, transport: NixlTransport, peer: Peer) -> None:
     landings, writes = Landings(), []
     post = source.post
@@ -189,10 +191,8 @@ def test_a_killed_reader_ends_what_was_started(transport: NixlTransport, peer: P
 
 
 def test_copies_into_a_frozen_reader_wait_for_its_end(
-    tls: str, transport: NixlTransport, peer: Peer, broken: threading.Event
+    transport: NixlTransport, peer: Peer, broken: threading.Event
 ) -> None:
-    if not tls:
-        pytest.skip("within a host the kernel copies into a frozen process")
     landings = Landings()
     os.kill(peer.process.pid, signal.SIGSTOP)
     try:
@@ -207,7 +207,7 @@ def test_copies_into_a_frozen_reader_wait_for_its_end(
     assert landings.wait(200)
 
 
-def test_a_frozen_reader_that_comes_back(tls: str, transport: NixlTransport, source: NixlSource, peer: Peer) -> None:
+def test_a_frozen_reader_that_comes_back(transport: NixlTransport, source: NixlSource, peer: Peer) -> None:
     landings = Landings()
     os.kill(peer.process.pid, signal.SIGSTOP)
     for layer in range(LAYERS):
@@ -217,6 +217,7 @@ def test_a_frozen_reader_that_comes_back(tls: str, transport: NixlTransport, sou
     assert torch.equal(peer.pool()[:, list(DST_IDS)], source.tensor[:, list(SRC_IDS)])
 
 
+@BOTH
 def test_a_closed_export_cannot_be_written_and_a_new_one_can(
     source: NixlSource, transport: NixlTransport, peer: Peer, broken: threading.Event
 ) -> None:
@@ -275,3 +276,29 @@ def test_metadata_of_another_agent_is_refused(source: NixlSource, peer: Peer) ->
             source.agent.add(wrong, known.agent)
     with pytest.raises(Mismatch, match="expected"):
         source.agent.add(known.metadata, "twostroke-0000000000000009-77")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours", ["cpu", "cuda"])
+@pytest.mark.parametrize("theirs", ["cpu", "cuda"])
+def test_pools_in_a_gpu(ours: str, theirs: str) -> None:
+    """What the engine's stream has launched before a copy is in it; the digests are those of a CPU's."""
+    peer = Peer(theirs)
+    source = NixlSource(torch.zeros((LAYERS, SRC, BYTES), dtype=torch.uint8, device=ours), OURS)
+    transport = opened(source, peer.descriptor, threading.Event())
+    try:
+        landings = Landings()
+        assert transport.probe() > 0
+        for layer in range(LAYERS):
+            source.tensor[layer].random_(1, 256)
+            transport.start(copy(layer, layer), landings.done)
+        assert landings.wait(LAYERS)
+        pool = peer.pool()
+        assert torch.equal(pool[:, list(DST_IDS)], source.tensor[:, list(SRC_IDS)].cpu())
+        assert not pool[:, 20:40].any()
+        for layer, digests in landings.told.items():
+            assert digests == page_digests(pool[layer], DST_IDS, ticket=7, layer=layer, ordinal=2)
+    finally:
+        transport.close()
+        source.close()
+        peer.kill()
