@@ -279,6 +279,7 @@ def test_metadata_of_another_agent_is_refused(source: NixlSource, peer: Peer) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ours", ["cpu", "cuda"])
 @pytest.mark.parametrize("theirs", ["cpu", "cuda"])
 def test_pools_in_a_gpu(ours: str, theirs: str) -> None:
