@@ -122,6 +122,7 @@ async def test_certificates_everywhere(secured: Secured) -> None:
     await it.idle()
 
 
+@pytest.mark.slow
 async def test_who_is_kept_out(secured: Secured, tmp_path: Path) -> None:
     it, stack = secured, secured.stack
     theirs = Authority(tmp_path, "theirs")
