@@ -134,7 +134,7 @@ def _compute(
 
 
 @gluon.jit(do_not_specialize=["items"], do_not_specialize_on_alignment=["tiles"])
-def _prefill_kernel(
+def _parts_kernel(
     q,
     slabs,
     tables,
@@ -237,7 +237,7 @@ def parts_attention(
     items = programs = tiles.shape[0] * head_blocks
     if shape.resident:
         programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    _prefill_kernel[(programs,)](
+    _parts_kernel[(programs,)](
         q,
         slabs,
         tables,

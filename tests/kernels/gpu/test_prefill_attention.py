@@ -334,3 +334,86 @@ def test_hopper_long_prefixes(device, start):
 def test_hopper_pages_beyond_two_to_the_31_elements(device):
     case = Case([(100, 200)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, kv_heads=2, pages=1 << 17)
     case.check(hopper(case, 128, 3))
+
+
+def parted(parts: int = 2, keys: int = 128, stages: int = 3, pack: int = 1, **rest: bool) -> PrefillShape:
+    """`rest`: `ordered`, `resident`."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    return PrefillShape(64 * parts, keys, 4 * parts, stages, pack, hopper=True, partitions=parts, **rest)
+
+
+def every_length(blocks: int, keys: int) -> list[tuple[int, int]]:
+    """Spans that end in each of the first blocks: at its first key, its last, or between; short ones and whole ones."""
+    ends = [b * keys + extra for b in range(blocks) for extra in (1, 2, keys // 2 + 5, keys - 1, keys)]
+    return [(0, end) for end in ends] + [(end - count, count) for end in ends for count in (1, 65) if count < end]
+
+
+# A warpgroup that is not waited for, or a stage that is overwritten, shows in bits. Programs take several items each.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("keys", "stages"), [(128, 3), (64, 5), (128, 2)])
+def test_partitions_of_every_kind_give_the_same_bits(device, keys, stages):
+    case = Case(every_length(5, keys), device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=8)
+    case.check(parted(2, keys, stages))
+    expected = case.run(parted(2, keys, stages))
+    kinds = [{"ordered": o, "resident": r} for o in (False, True) for r in (False, True)]
+    for kind in kinds:
+        for _ in range(20):
+            assert torch.equal(case.run(parted(2, keys, stages, **kind)), expected), kind
+    assert torch.equal(case.run(parted(2, keys, stages, pack=4, ordered=True, resident=True)), expected)
+    if keys == 64:
+        for kind in kinds[1:]:
+            for _ in range(20):
+                assert torch.equal(case.run(parted(3, keys, stages, **kind)), expected), kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page", "heads", "kv_heads", "head_dim"), GPU_SIZES)
+def test_partitions(device, page, heads, kv_heads, head_dim):
+    dtype = torch.float16 if head_dim == 80 else torch.bfloat16
+    case = Case(around(page), device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page)
+    keys, stages = (64, 2) if head_dim == 256 else (128, 3)
+    shape = parted(2, keys, stages, ordered=True, resident=True, pack=case.shape.pack if heads < 32 else 1)
+    case.check(shape)
+    assert torch.equal(case.run(shape, (1, 17, 64, 100)), case.run(shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (64, 0.0), (100, 30.0), (1000, 0.0), (0, 50.0)])
+def test_windows_and_soft_caps_of_partitions(device, window, cap, parts):
+    spans = [(0, 130), (200, 20), (37, 2), (16, 1), (63, 900), *every_length(3, 128)]
+    case = Case(spans, device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=8, window=window, cap=cap)
+    shape = parted(parts, *((64, 5) if parts == 3 else (128, 3)), ordered=True, resident=True)
+    case.check(shape)
+    whole = case.run(shape)
+    for _ in range(10):
+        assert torch.equal(case.run(shape), whole)
+    assert torch.equal(case.run(shape, (1, 17, 64, 100)), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("start", [4095, 32000])
+def test_long_prefixes_of_partitions(device, start, resident):
+    case = Case([(start, 700), (0, 4097)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=16)
+    shape = parted(ordered=True, resident=resident)
+    case.check(shape)
+    whole = case.run(shape)
+    for _ in range(20):
+        assert torch.equal(case.run(shape), whole)
+    assert torch.equal(case.run(shape, (1, 128, 300)), whole)
+
+
+@pytest.mark.gpu
+def test_pages_beyond_two_to_the_31_elements_of_partitions(device):
+    case = Case([(100, 200)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, kv_heads=2, pages=1 << 17)
+    case.check(parted(ordered=True, resident=True))
+
+
+def test_partitions_are_of_a_warpgroup_each():
+    parts = pytest.importorskip("twostroke.kernels.gpu.hopper_parts")
+    x = torch.zeros(1)
+    for shape in (PrefillShape(128, 64, 4, 3, 1, partitions=2), PrefillShape(128, 64, 8, 1, 1, partitions=2)):
+        with pytest.raises(ValueError, match="cannot be cut so"):
+            parts.parts_attention(x, x, x, x, x, 1, shape, {})
