@@ -9,8 +9,11 @@ from ..batch import Row, Scoring
 from ..config import EngineOptions
 from ..logit_rules import LogitRules
 from ..request import SamplingParams, SequenceKey
+from ..scoring import HEAD_ROWS
 from .runner import CudaRunner
 
+# Numbers of rows between which no product changes its kernel (those that the table was tuned with are among them).
+CLOSE = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 GREEDY = SamplingParams(temperature=0.0)
 DRAWS = (
     SamplingParams(temperature=0.7),
@@ -42,22 +45,26 @@ def _steps(options: EngineOptions, context: int) -> Iterator[list[Row]]:
     yield [row(most)]  # the largest first: what the libraries take for it serves the others
     size = most // 2
     while size > 1:
-        yield [row(size), row(1, start=min(size, context - 1))]
-        yield [row(size - 1, start=1), row(size // 2 + 1, sample=False)]
+        yield [row(size), row(1, start=min(size, context - 1))][: options.max_batch]
+        yield [row(size - 1, start=1), row(size // 2 + 1, sample=False)][: options.max_batch]
         size //= 2
     yield [row(1, sample=False)]
-    for singles in (1, 2, 3, options.max_batch):
-        yield [row(1, start=number % context) for number in range(min(singles, options.max_batch))]
+    for rows in sorted({3, *CLOSE, options.max_batch, min(options.token_budget, CLOSE[-1])}):
+        if rows <= options.max_batch:  # so many tokens, of which so many are drawn
+            yield [row(1, start=number % context) for number in range(rows)]
+        elif rows <= options.token_budget:
+            yield [row(min(context, rows - first)) for first in range(0, rows, context)][: options.max_batch]
     for params in DRAWS:
         drawn = row(2, params=params)
         if LogitRules.needed(params):
             drawn.rules = LogitRules(params, 1)
             drawn.rules.update([0, 0])
-        yield [drawn, row(1)]
+        yield [drawn, row(1)][: options.max_batch]
         yield [drawn]
     several = row(3, params=DRAWS[1])
     several.samples = min(3, options.max_batch)
     yield [several]
-    scored = row(min(most, 40))
-    scored.scoring = Scoring(1, [0] * (min(most, 40) - 1), 2)
-    yield [scored]
+    for targets in sorted({min(number, most - 1) for number in CLOSE if number <= 2 * HEAD_ROWS}):
+        scored = row(targets + 1)
+        scored.scoring = Scoring(1, [0] * targets, 2)
+        yield [scored]
