@@ -26,6 +26,15 @@ from .messages import (
 _REMEMBERED = 4096  # dead writers
 
 
+class Mismatches:
+    """What did not arrive whole, by its digests, since the start."""
+
+    def __init__(self) -> None:
+        """Nothing."""
+        self.pages = 0  # all layers of a page counted as one; one that was sent again in vain counts twice
+        self.tickets = 0  # given up because what was sent again did not match either
+
+
 class Reader:
     """All hand-overs of one decode worker. Every method returns what the caller must do, in order.
 
@@ -36,6 +45,7 @@ class Reader:
 
     def __init__(self, *, layers: int, page_size: int, pool: int, valid_s: float = 60.0, repeat_s: float = 1.0) -> None:
         """`pool`: its name in tickets. `valid_s`: a ticket's life. `repeat_s`: of what a writer did not answer."""
+        self.mismatches = Mismatches()
         self._layers = layers
         self._page_size = page_size
         self._pool = pool
@@ -190,7 +200,9 @@ class Reader:
         wrong = arrival.wrong(message.digests)
         if not wrong:
             return self._accept(arrival, message, verified=True)
+        self.mismatches.pages += len(wrong)
         if arrival.round > 0 or arrival.drained:
+            self.mismatches.tickets += 1
             return self._refuse(arrival, f"the digests of {len(wrong)} pages did not match")
         arrival.resend = Resend(arrival.ticket.ticket, wrong, arrival.round)
         arrival.state, arrival.round, arrival.answered = ArrivalState.RESENT, arrival.round + 1, False

@@ -70,7 +70,7 @@ class DecodeHandover:
         """
         layers, page_size = pool.shape[0], pool.shape[4]
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
-        self.traffic = Traffic()
+        self.traffic = Traffic(mismatches=self.reader.mismatches)
         self._core = core
         self._links = links
         self._digester = digester or CpuDigester(pool_bytes(pool))

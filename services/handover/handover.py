@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 from ...engine.batch import LayerHook, StepWait
 from ...engine.request import Request, SequenceKey, SequenceOutput, StepResult
+from ...kvtransfer.reader import Mismatches
 
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 """`Driver.post`: any thread; runs the event on the engine's thread between steps, waking it if idle."""
@@ -36,6 +37,7 @@ class Traffic:
 
     tickets: int = 0  # given (decode) or served (prefill)
     pages: int = 0  # pushed, all layers of a page counted as one
+    mismatches: Mismatches = field(default_factory=Mismatches)  # decode: what did not arrive whole
     pairs: Mapping[int, PairSpeed] = field(default_factory=dict)  # by reader; replaced, never edited
 
 

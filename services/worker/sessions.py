@@ -118,6 +118,8 @@ class Sessions:
             prefilled_tokens=load.prefilled_tokens,
             pushed_pages=self._engine.handover.traffic.pages,
             tickets=self._engine.handover.traffic.tickets,
+            damaged_pages=self._engine.handover.traffic.mismatches.pages,
+            damaged_tickets=self._engine.handover.traffic.mismatches.tickets,
             draining=self.draining,
             covered_positions=load.covered_positions,
             unused_positions=load.unused_positions,

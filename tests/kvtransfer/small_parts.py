@@ -1,8 +1,8 @@
 """The exhaustive exploration's instances, and how the state of a machine is copied and compared.
 
 A state's copy and its name are taken from whatever attributes the machines have, so that none is forgotten when one is
-added. Left out of the name is only what cannot matter: clocks (what they mean is kept: whether a deadline has passed)
-and the absolute numbers of copies.
+added. Left out of the name is only what cannot matter: clocks (what they mean is kept: whether a deadline has passed),
+the absolute numbers of copies, and statistics.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from .world_parts import Value
 
 VALID_S, REPEAT_S = 1e9, 1.0  # so that no number of repeats lets a ticket expire
 _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
-_CLOCKS = frozenset({"now", "_last_copy"})
+_COUNTS = frozenset({"now", "_last_copy", "mismatches"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Namer:
         if id(value) in self._seen:
             return ("again", self._seen[id(value)])
         self._seen[id(value)] = len(self._seen)
-        return tuple(self._attribute(*item) for item in value.__dict__.items() if item[0] not in _CLOCKS)
+        return tuple(self._attribute(*item) for item in value.__dict__.items() if item[0] not in _COUNTS)
 
     def _attribute(self, name: str, value: Any) -> Hashable:
         if name == "deadline":
