@@ -1,5 +1,7 @@
 """What the README shows must work as shown."""
 
+import asyncio
+import json
 import os
 import re
 import shlex
@@ -18,6 +20,10 @@ from twostroke.services.configure import load
 from twostroke.services.settings import WorkerSettings
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
+
+from .services.http_client import served
+from .services.stand_in_worker import StandIn
+from .tiny import make_tiny_llama
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +51,7 @@ def test_the_python_client() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        (code,) = blocks("python")
+        (code,) = (block for block in blocks("python") if "import grpc" in block)
         assert "127.0.0.1:50051" in code
         code = code.replace("127.0.0.1:50051", f"127.0.0.1:{port}")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -54,6 +60,22 @@ def test_the_python_client() -> None:
     assert (done.stdout, done.stderr) == ("Because.\n1 tokens, first after 42 us\n", "")
     assert gateway.requests[0].input.chat.messages[0].content == "Why is the sky blue?"
     assert gateway.requests[0].stopping.max_tokens == 100
+
+
+async def test_the_openai_client(tmp_path: Path) -> None:
+    (code,) = (block for block in blocks("python") if "import OpenAI" in block)
+    async with served(make_tiny_llama(tmp_path / "llama"), StandIn("both", "b0")) as it:
+        assert "http://127.0.0.1:8000/v1" in code
+        code = code.replace("127.0.0.1:8000", it.it.gateway.http_address).replace("smollm2-135m", "llama")
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert (process.returncode, len(out)) == (0, 30)  # of the stand-in's tokens each is a character
+        (line,) = (line for block in blocks("sh") for line in block.splitlines() if line.startswith("curl"))
+        words = shlex.split(line)
+        assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
+        assert words[2:4] == ["-H", "Content-Type: application/json"]
+        answer = await it.http.post(words[1][len("http://127.0.0.1:8000") :], json=json.loads(words[-1]))
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def shown_commands() -> list[list[str]]:

@@ -76,8 +76,7 @@ class Endpoint:
         await handler(exchange)
 
     async def _refuse(self, exchange: Exchange, error: TwostrokeError) -> int:
-        error.field = exchange.renamed.get(error.field or "", error.field)
-        body = error_body(error, chat=exchange.chat)
+        body = error_body(error, chat=exchange.chat, renamed=exchange.renamed)
         if exchange.begun:
             await exchange.cut(b"data: " + body + b"\n\n" + DONE)
         else:

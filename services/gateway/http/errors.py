@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ....errors import (
@@ -80,13 +81,13 @@ def kind_of(error: TwostrokeError) -> Kind:
     return next((kind for cls, kind in KINDS if isinstance(error, cls)), FAULT)
 
 
-def error_body(error: TwostrokeError, *, chat: bool = False) -> bytes:
-    """`{"error": {...}}`. `chat`: the request was one, which gives some fields other names."""
+def error_body(error: TwostrokeError, *, chat: bool = False, renamed: Mapping[str, str] | None = None) -> bytes:
+    """`{"error": {...}}`. `chat`, `renamed`: see `openai_name`."""
     kind = kind_of(error)
     told = {
         "message": error.message[:MAX_MESSAGE],
         "type": kind.type,
-        "param": openai_name(error.field, chat=chat) if error.field is not None else None,
+        "param": openai_name(error.field, chat=chat, renamed=renamed or {}) if error.field is not None else None,
         "code": kind.code,
     }
     return json.dumps({"error": told}, ensure_ascii=False).encode("utf-8", "replace")

@@ -40,7 +40,7 @@ class Exchange:
         self.params: dict[str, Any] = scope.get("path_params", {})
         self.request_id = ""
         self.chat = False
-        self.renamed: dict[str, str] = {}  # fields of the gateway, by what this client calls them
+        self.renamed: dict[str, str] = {}  # what this client calls fields of the gateway
         self._cut: Callable[[bytes], None] | None = scope.get("extensions", {}).get(CUT)
         self._receive = receive
         self._send = send

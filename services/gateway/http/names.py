@@ -1,5 +1,8 @@
 """What a client of the OpenAI API calls the fields that the gateway names in its own words."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 _EXACT = {
     "input.chat": "messages",
     "stopping.token_ids": "stop_token_ids",
@@ -16,8 +19,14 @@ _PREFIXES = {
 }
 
 
-def openai_name(field: str, *, chat: bool = False) -> str:
-    """`sampling.top_p` is top_p, `input.chat.messages[3].role` messages[3].role. Other names are OpenAI's already."""
+def openai_name(field: str, *, chat: bool = False, renamed: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`sampling.top_p` is top_p, `input.chat.messages[3].role` messages[3].role. Other names are OpenAI's already.
+
+    `chat`: the request is one. `renamed`: what this request calls fields that begin so.
+    """
+    for prefix, name in renamed.items():
+        if field.startswith(prefix):
+            return name + field[len(prefix) :]
     if field in _EXACT:
         return _EXACT[field]
     if field == "input":

@@ -64,6 +64,7 @@ class Tokenize:
         """The text of tokens, special ones by their names."""
         fields = DetokenizeFields.read(await exchange.json(self._max_body))
         self._model.check_name(fields.model)
+        exchange.renamed["input.token_ids.ids"] = "tokens"
         check_token_input(TokenInput(fields.tokens), self._model)
         async with exchange.present(streams=False):
             text = await self._model.text(fields.tokens, skip_special=False)
