@@ -41,6 +41,7 @@ from .handover import Emit, PairSpeed, PeerAddress, Post, Traffic
 from .inbox import Inbox, always
 from .link_events import ReaderLinks
 from .pool_opener import Opened
+from .source_holds import SourceHolds
 from .wire_link import PoolOffer
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class PrefillHandover:
         self._core = core
         self._links = links
         self._pools = PeerPools()
+        self._reads = SourceHolds(core.pool)
         self._written = written
         self._clock = clock
         self._emit: Emit
@@ -154,6 +156,9 @@ class PrefillHandover:
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
         """Tells the machine of preemptions and first tokens; then what had to wait for the step's end."""
         self._inbox.step_ended()
+        dropped = {key for key, _ in result.failures}
+        for key in dropped:  # before a ticket is served from pages that are no longer theirs
+            self.gone(key)
         for key in result.preempted:
             if key in self._prefills:
                 self._run(self.writer.restarted(key))
@@ -161,7 +166,6 @@ class PrefillHandover:
         for key in told:
             if (prefill := self._prefills.get(key)) is not None:
                 prefill.first = tuple(_first_token(told[sample]) for sample in sample_keys(key, prefill.samples))
-        dropped = {key for key, _ in result.failures}
         failed, self._failed = self._failed, {}
         for key in failed.keys() - dropped:
             self._fail(key, failed[key])
@@ -273,16 +277,13 @@ class PrefillHandover:
         self._pools.push(copy, done)
         if at_once:
             return self.writer.copied(copy.copy, at_once[0])
-        self._core.pool.hold(("copy", copy.copy), copy.src)  # `_copied` runs on this thread: not before this
+        self._reads.begin(copy)  # `_copied` runs on this thread: not before this
         return []
 
     def _copied(self, copy: int, digests: bytes) -> list[Instruction]:
         """The host saw a copy completed that was not done at once."""
-        self._inbox.engine(lambda: self._let_go(copy))
+        self._inbox.engine(lambda: self._reads.end(copy))
         return self.writer.copied(copy, digests)
-
-    def _let_go(self, copy: int) -> None:
-        self._core.pool.unhold(("copy", copy))
 
     def _release(self, key: SequenceKey) -> None:
         self._core.release(key)

@@ -150,12 +150,13 @@ class Worker:
     """What both roles have: an engine over a mapped pool, and what came out of it."""
 
     def __init__(self, name: str, directory: Path, pages: int, silence_s: float, options: dict[str, Any]) -> None:
+        self.late: Any = options.pop("late", None)  # a `late_device.LateHandover`
         self.identity = ProcessIdentity(secrets.randbits(64) or 1, name, os.getpid(), host_id())
         shape = (LAYERS, pages, 2, 1, PAGE, 2)
         self.shared = SharedPool.create(directory, torch.Size(shape).numel() * 4, incarnation=self.identity.incarnation)
         self.pool = self.shared.tensor.view(torch.int32).view(shape)
         self.pages = pages
-        self.runner = TensorRunner(self.pool)
+        self.runner: TensorRunner = TensorRunner(self.pool) if self.late is None else self.late.make_runner(self.pool)
         self.options = EngineOptions(page_size=PAGE, **{"reserve": "prompt", "watermark": 0.0, **options})
         self.core = EngineCore(
             self.runner,
@@ -247,11 +248,14 @@ class PrefillWorker(Worker):
         super().__init__(name, directory, pages, silence_s, options)
         self.nixl = NixlOpener(self.pool, self.identity.incarnation)
         both: dict[str, Open] = {"shm": shm_opener(self.pool), "nixl": self.nixl}
+        if self.late is not None:
+            both["shm"] = self.late.opener(both["shm"])
         self.opener = PoolOpener({way: both[way] for way in ways})
         self.links = LinkServer(
             self.identity, form(), self.liveness, self.opener, page_bytes=self.page_bytes, heartbeat_s=0.2
         )
-        self.handover = PrefillHandover(self.core, self.links, self.pool)
+        written = (lambda layer: None) if self.late is None else self.late.runner.written
+        self.handover = PrefillHandover(self.core, self.links, self.pool, written=written)
         self.driver = Driver(self.core, self.handover, asyncio.get_running_loop(), self.on_result)
         self.server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"
@@ -302,8 +306,9 @@ class DecodeWorker(Worker):
         offer = PoolOffer(self.identity.incarnation, pages, self.page_bytes, descriptors[way], way, rest)
         self.exports = PoolExports("nixl", lambda: NixlExport(self.shared.tensor, self.identity.incarnation))
         self.links = LinkClient(self.identity, form(), self.liveness, offer, exports=self.exports, heartbeat_s=0.2)
+        digester = None if self.late is None else self.late.digester(pool_bytes(self.pool))
         self.handover = DecodeHandover(
-            self.core, self.links, self.pool, pool_id=offer.pool, ticket_valid_s=ticket_valid_s
+            self.core, self.links, self.pool, pool_id=offer.pool, ticket_valid_s=ticket_valid_s, digester=digester
         )
         self.driver = Driver(self.core, self.handover, asyncio.get_running_loop(), self.on_result)
 
@@ -315,6 +320,7 @@ class DecodeWorker(Worker):
         """In the order that `LinkClient` asks for."""
         await self.driver.stop()
         await self.links.stop()
+        self.handover.close()
         self.exports.close()
         self.liveness.close()
         self.shared.close()
@@ -340,8 +346,9 @@ class Rig:
 
     def __init__(self, directory: Path, *, pages: int = 65, silence_s: float = 10.0, **options: Any) -> None:
         decode_options = {key: options.pop(key) for key in ("ticket_valid_s",) if key in options}
-        self.p = PrefillWorker("p", directory, options.pop("prefill_pages", pages), silence_s, **options)
-        self.d = DecodeWorker("d", directory, pages, silence_s, **decode_options, **options)
+        late_p, late_d = options.pop("late", (None, None))
+        self.p = PrefillWorker("p", directory, options.pop("prefill_pages", pages), silence_s, late=late_p, **options)
+        self.d = DecodeWorker("d", directory, pages, silence_s, late=late_d, **decode_options, **options)
         self._number = 0
 
     def requests(

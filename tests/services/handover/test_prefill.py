@@ -449,7 +449,7 @@ def test_copies_that_complete_later_hold_their_pages() -> None:
     side.transport.complete(1)
     side.run_events()
     assert not side.links.of(kv.Complete)
-    assert {name for name, _ in side.core.pool.holds()} == {"copy"}
+    assert [name[0] for name in side.core.pool.holds()] == ["copy"]  # one for all layers
     side.core.abandon(key)
     side.handover.gone(key)
     assert not side.links.of(kv.Drained)
