@@ -108,7 +108,7 @@ async def cancels(stack: Stack, sdk: AsyncOpenAI) -> None:
             if seen == chunks:
                 break
         await stream.close()
-    asked["messages"] = [{"role": "user", "content": "word " * 1500}]
+    asked["messages"] = [{"role": "user", "content": "word " * 600}]
     call = asyncio.create_task(sdk.chat.completions.create(**asked))
     done, _ = await asyncio.wait([call], timeout=0.3)  # it is prefilling, or about to
     if not done:

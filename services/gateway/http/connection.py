@@ -48,7 +48,8 @@ class Connection(HttpToolsProtocol):
         self._names = names
         self._stranger = False
         self._lost = lost
-        self._header_bytes = 0
+        self._header_bytes = 0  # of fields that are whole
+        self._head_bytes = 0  # of a head that is not
         self._reading_header = False
         self._refusal: HttpRefusal | None = None
         self._receiving: asyncio.TimerHandle | None = None
@@ -82,8 +83,8 @@ class Connection(HttpToolsProtocol):
             self._expect()
         super().data_received(data)
         if self._reading_header:
-            self._header_bytes += len(data)
-            if self._header_bytes > self._limits.header_bytes:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.header_bytes:
                 self._refuse(_too_large(self._limits.header_bytes))
 
     # The parser's words
@@ -95,7 +96,7 @@ class Connection(HttpToolsProtocol):
         if self._stranger:
             message = "the certificate's names are not among those that are expected here"
             raise self._note(HttpRefusal(message, status=403, code="permission_denied"))
-        self._header_bytes, self._reading_header = 0, True
+        self._header_bytes, self._head_bytes, self._reading_header = 0, 0, True
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().on_message_begin()
         extensions: dict[Any, Any] = {CUT: self._cut}

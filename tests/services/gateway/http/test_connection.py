@@ -101,6 +101,19 @@ async def test_headers_are_bounded(head: bytes) -> None:
         await until(lambda: it.connections == 0)
 
 
+async def test_headers_within_the_bound_may_come_in_pieces() -> None:
+    async with doorway(hello, header_bytes=1024) as (_, place):
+        reader, writer = await raw(place)
+        for _ in range(2):  # each request has the bound for itself
+            writer.write(b"GET /x HTTP/1.1\r\n")
+            for _ in range(9):
+                writer.write(b"a: " + b"b" * 95 + b"\r\n")
+                await asyncio.sleep(0.002)
+            writer.write(b"\r\n")
+            assert status_of(await reader.readuntil(b"\r\n\r\n0")) == 200
+        writer.close()
+
+
 async def test_headers_that_come_byte_by_byte_are_bounded() -> None:
     async with doorway(hello, header_bytes=1024) as (_, place):
         reader, writer = await raw(place)
