@@ -54,6 +54,7 @@ class EngineCore:
         self._meter = StepMeter()
         self._added = 0
         self._steps = 0
+        self._preemptions = 0
         self._next_deadline = float("inf")  # none is earlier
 
     def add(self, request: Request) -> None:
@@ -189,6 +190,7 @@ class EngineCore:
             before = None
         plan = self._scheduler.schedule(self._clock())
         result.reserved, result.preempted = plan.reserved, plan.preempted
+        self._preemptions += len(plan.preempted)
         result.progress |= bool(plan.rows or plan.reserved or plan.preempted)
         flight = self._launch(plan, hook) if plan.rows else None
         if before is not None:
@@ -245,6 +247,7 @@ class EngineCore:
             mean_length=self._page_use.mean_length,
             prefill_s=self._meter.prompt_seconds,
             decode_step_s=self._meter.decode_step,
+            preemptions=self._preemptions,
         )
 
     def state_of(self, key: SequenceKey) -> State | None:

@@ -20,3 +20,4 @@ class Load:
     mean_length: float = 0.0  # tokens of a sequence, over time; 0: none was seen
     prefill_s: float = 0.0  # that `prefilled_tokens` took: see `StepMeter`
     decode_step_s: float = 0.0  # of a step that only decodes, over recent ones; 0: none was seen
+    preemptions: int = 0  # sequences that lost their pages for want of room, to be computed anew; since the start

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from twostroke.services.grpc_setup import open_channel
+from twostroke.v1 import worker_pb2
 
 from .harness import Answer, Client, Stack
 from .soak_work import Expected, Task
@@ -26,6 +27,7 @@ from .soak_work import Expected, Task
 OPEN = 48  # streams at once, at most
 STUCK_S = 120.0  # a try that takes longer hangs
 SETTLE_S = 300.0  # for all that is open when the faults end
+STATUS_S = 2.0  # between two looks at what workers tell of themselves
 FENCED_S = 60.0  # a process that is frozen for good must have been ended by then
 AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 Kind = Literal["kill", "short freeze", "long freeze", "freeze for good"]
@@ -77,6 +79,7 @@ class Soak:
     ended: list[Stream] = field(default_factory=list)
     tokens: int = 0
     again: Counter[str] = field(default_factory=Counter)  # why clients began anew
+    figures: dict[tuple[str, int], worker_pb2.Status] = field(default_factory=dict)  # the last, by worker and pid
     _open: set[Stream] = field(default_factory=set)
 
     async def run(self, seconds: float) -> None:
@@ -85,6 +88,7 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._arrivals(group, stop))
             faults = group.create_task(self._strike(seconds))
+            group.create_task(self._watch(stop))
             await faults
             stop.set()
             settled = asyncio.get_running_loop().call_later(SETTLE_S, self._stuck)
@@ -222,6 +226,27 @@ class Soak:
         last = next(e for e in reversed(self.stack.events) if e.get("name") == name)
         return 0 if last["event"] in ("exited", "restarting") else int(self.stack.current(name)["pid"])
 
+    # Workers
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """Keeps what workers tell of themselves: those that are killed tell nothing later."""
+        while not stop.is_set():
+            for name in self.stack.workers():
+                pid = int(self.stack.current(name)["pid"])
+                with contextlib.suppress(TimeoutError, OSError, AssertionError, grpc.aio.AioRpcError):
+                    async with asyncio.timeout(STATUS_S):
+                        self.figures[name, pid] = await self.stack.status(name)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), STATUS_S)
+
+    def total(self, figure: str) -> int:
+        """Of all workers that there were, as far as they came to tell."""
+        return sum(int(getattr(status, figure)) for status in self.figures.values())
+
+    def transports(self) -> set[str]:
+        """By which KV went."""
+        return {pair.transport for status in self.figures.values() for pair in status.pairs}
+
     # What came of it
 
     def report(self) -> str:
@@ -233,6 +258,8 @@ class Soak:
             f"{sum(stream.replays > 0 for stream in self.ended)} streams were replayed "
             f"({sum(stream.replays for stream in self.ended)} replays), clients began anew {self.again.total()} times:",
             *(f"  {count:5} x {why}" for why, count in self.again.most_common(8)),
+            f"KV by {', '.join(sorted(self.transports()))}: {self.total('pushed_pages')} pages, "
+            f"{self.total('damaged_pages')} damaged; {self.total('preemptions')} preemptions",
             f"{'fault':32}{'struck':>8}{'streams open':>14}{'of them replayed':>18}{'began anew':>12}",
         ]
         for kind, role in sorted({(fault.kind, fault.role) for fault in self.faults}):

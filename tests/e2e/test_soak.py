@@ -1,6 +1,7 @@
 """2P2D under load while its processes are killed and frozen: every output is the fault-free one, nothing is left over.
 
 The seed is printed and can be given (TWOSTROKE_SOAK_SEED); it fixes requests, arrivals and faults, not their timing.
+KV goes by the transport that TWOSTROKE_SOAK_TRANSPORT names (auto). Pools are so small that sequences are preempted.
 """
 
 import asyncio
@@ -18,12 +19,13 @@ from .harness import Answer, Launch
 from .soak import DECK, Soak, dealt
 from .soak_work import Expected, fault_free, make_tasks
 
-FLAGS = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-memory", "6MiB", "--silence-s", "2")
+FLAGS = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-memory", "3MiB", "--silence-s", "2")
 FLAGS += ("--ready-s", "30")  # a process that is frozen while it starts is ended only then
 FLAGS += ("--max-attempts", "50", "--replay-wait-s", "60", "--drain-s", "10", "--token-budget", "128")
 SHORT_S = 60.0
 LONG_S = float(os.environ.get("TWOSTROKE_SOAK_S", "900"))
 LONGEST = 960  # output tokens
+TRANSPORT = os.environ.get("TWOSTROKE_SOAK_TRANSPORT", "auto")
 
 
 def _seed(default: int) -> int:
@@ -48,7 +50,8 @@ async def _soak(
     seed = _seed(3 if seconds == SHORT_S else random.SystemRandom().randrange(1 << 31))
     work = make_tasks(seed, tasks, LONGEST)
     expected = await asyncio.to_thread(fault_free, model_dir, work)
-    async with launch("--model", str(model_dir), *FLAGS, "--shm-dir", str(shm_dir)) as stack:
+    flags = (*FLAGS, "--transport", TRANSPORT, "--shm-dir", str(shm_dir))
+    async with launch("--model", str(model_dir), *flags) as stack:
         soak = Soak(stack, work, expected, seed)
         try:
             await soak.run(seconds)
@@ -61,6 +64,10 @@ async def _soak(
     assert not list(_left_of({event["pid"] for event in stack.events if event["event"] == "started"}))
     assert sum(stream.end == "finished" for stream in soak.ended) > seconds / 2, "hardly anything was served"
     assert any(stream.replays for stream in soak.ended), "no fault met a stream"
+    assert soak.transports() == {"shm" if TRANSPORT == "auto" else TRANSPORT}
+    assert soak.total("preemptions"), "no sequence lost its pages"
+    if soak.transports() == {"shm"}:  # a broken connection's copies count as damaged
+        assert not soak.total("damaged_pages")
 
 
 @pytest.mark.slow

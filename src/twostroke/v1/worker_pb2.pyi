@@ -1000,6 +1000,7 @@ class Status(_message.Message):
     PAIRS_FIELD_NUMBER: _builtins.int
     DAMAGED_PAGES_FIELD_NUMBER: _builtins.int
     DAMAGED_TICKETS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """/ Counts up by one each second."""
     free_pages: _builtins.int
@@ -1044,6 +1045,8 @@ class Status(_message.Message):
     """/ Decode: tickets that were given up because what was sent again did not arrive whole either. Their prompts are
     / computed anew.
     """
+    preemptions: _builtins.int
+    """/ Sequences that lost their pages for want of room since its start; they were computed anew."""
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairRate]:
         """/ Prefill: what the transports to decode workers give."""
@@ -1071,10 +1074,11 @@ class Status(_message.Message):
         pairs: _abc.Iterable[Global___PairRate] | None = ...,
         damaged_pages: _builtins.int = ...,
         damaged_tickets: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "damaged_pages", b"damaged_pages", "damaged_tickets", b"damaged_tickets", "decode_step_us", b"decode_step_us", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "pairs", b"pairs", "prefill_us", b"prefill_us", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "damaged_pages", b"damaged_pages", "damaged_tickets", b"damaged_tickets", "decode_step_us", b"decode_step_us", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "pairs", b"pairs", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

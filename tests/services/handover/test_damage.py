@@ -124,4 +124,8 @@ async def test_damage_under_preemption(tmp_path: Path, monkeypatch: pytest.Monke
             assert rig.d.finishes[key] is FinishReason.LENGTH
         await rig.whole()
         assert rig.d.handover.traffic.mismatches.pages == len(faults.damaged) > 0
-        assert all(preempted), f"{preempted} preemptions"
+        counts = [
+            await worker.driver.call(lambda worker=worker: worker.core.load().preemptions) for worker in (rig.p, rig.d)
+        ]
+        assert all(counts)
+        assert counts == [len(keys) for keys in preempted]
