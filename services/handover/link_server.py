@@ -6,9 +6,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import grpc.aio
 
 from ...errors import Mismatch, Unavailable
 from ...kvtransfer.messages import FromWriter
@@ -18,6 +15,7 @@ from ..identity import ProcessIdentity, read_identity
 from .link_events import ReaderEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness, PeerWatch
+from .pool_handshake import LinkContext, PoolHandshake, expect
 from .pool_opener import Broken, Opened, PoolOpener
 from .wire_link import (
     EXPORTED,
@@ -25,7 +23,6 @@ from .wire_link import (
     check_format,
     check_incarnation,
     from_writer,
-    read_export,
     read_from_reader,
     read_offer,
 )
@@ -33,8 +30,6 @@ from .wire_link import (
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4096  # incarnations known to be dead
-
-LinkContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +67,7 @@ class LinkServer:
         self._identity = identity
         self._form = form
         self._liveness = liveness
-        self._opener = opener
+        self._handshake = PoolHandshake(identity, form, opener, liveness.silence_s)
         self._page_bytes = page_bytes
         self._heartbeat_s = heartbeat_s
         self._queue_limit = queue_limit
@@ -107,7 +102,8 @@ class LinkServer:
 
     async def serve(self, requests: AsyncIterator[pb.FromDecode], context: LinkContext) -> None:
         """One link, from hello to its end. Raises Mismatch, Unavailable."""
-        hello = (await self._expect(requests, "hello")).hello
+        silence_s = self._liveness.silence_s
+        hello = (await expect(requests, "hello", silence_s)).hello
         try:
             identity, offer = self._check(hello)
         except Mismatch as error:
@@ -121,22 +117,17 @@ class LinkServer:
                 if handle is not None:
                     stack.callback(handle.close)
             if reader is None or reader.broken:
-                opened = await self._reach(identity, offer, requests, context)
+                broken = self._when_broken(identity.incarnation)
+                opened = await self._handshake.reach(identity.incarnation, offer, broken, requests, context)
                 stack.callback(opened.transport.close)
             else:
-                await context.write(self._hello(reader.opened.transport.kind))
-            await self._expect(requests, "heartbeat")  # said after the handle was opened: it is that peer's
+                await self._handshake.hello(context, reader.opened.transport.kind)
+            await expect(requests, "heartbeat", silence_s)  # said after the handle was opened: it is that peer's
             if opened is not None:
                 reader = self._admit(identity, offer, handle, opened, stack)
             if reader is None:
                 raise Unavailable("the peer was lost meanwhile")
         await self._run(reader, requests, context)
-
-    def _hello(self, transport: str, *, wants_export: bool = False) -> pb.FromPrefill:
-        hello = pb.PrefillHello(
-            identity=self._identity.message(), format=self._form, transport=transport, wants_export=wants_export
-        )
-        return pb.FromPrefill(hello=hello)
 
     def _check(self, hello: pb.DecodeHello) -> tuple[ProcessIdentity, PoolOffer]:
         if self._events is None:
@@ -160,27 +151,6 @@ class LinkServer:
         if text not in self._refusals:
             log.warning("refused a link with %s", text)
         _remember(self._refusals, text)
-
-    async def _reach(
-        self, identity: ProcessIdentity, offer: PoolOffer, requests: AsyncIterator[pb.FromDecode], context: LinkContext
-    ) -> Opened:
-        """Says hello and opens the peer's pool, by an export that it makes for us where one is needed."""
-        opener, incarnation = self._opener, identity.incarnation
-        broken = self._when_broken(incarnation)
-        opened = await asyncio.to_thread(opener.open, offer, incarnation, broken)
-        if isinstance(opened, Opened):
-            await self._hello_or_close(context, opened)
-            return opened
-        await context.write(self._hello(opened, wants_export=True))
-        export = (await self._expect(requests, "export")).export
-        return await asyncio.to_thread(opener.open_export, read_export(export, offer, opened), incarnation, broken)
-
-    async def _hello_or_close(self, context: LinkContext, opened: Opened) -> None:
-        try:
-            await context.write(self._hello(opened.transport.kind))
-        except BaseException:
-            opened.transport.close()
-            raise
 
     def _when_broken(self, incarnation: int) -> Broken:
         """Any thread."""
@@ -284,19 +254,6 @@ class LinkServer:
             reader = self._readers.get(incarnation)
             if reader is not None and reader.queue is not None:
                 reader.queue.put(messages)
-
-    async def _expect(self, requests: AsyncIterator[pb.FromDecode], kind: str) -> pb.FromDecode:
-        """The next message, which must be of this kind and come soon."""
-        try:
-            async with asyncio.timeout(self._liveness.silence_s):
-                message = await anext(requests)
-        except TimeoutError:
-            raise Unavailable(f"no {kind} came within {self._liveness.silence_s:g} s") from None
-        except StopAsyncIteration:
-            raise Unavailable(f"the link ended before its {kind}") from None
-        if message.WhichOneof("kind") != kind:
-            raise Mismatch(f"expected {kind}, got {message.WhichOneof('kind')}")
-        return message
 
 
 def _heartbeat(sequence: int) -> pb.FromPrefill:

@@ -111,7 +111,7 @@ async def test_a_connection_that_breaks_is_made_anew(tmp_path: Path) -> None:
 async def test_a_writer_of_another_host_that_was_replaced_loses_its_access_and_thus_its_pages(tmp_path: Path) -> None:
     """Its death cannot be proven; that nothing of it reaches the pool any more can."""
     async with running(tmp_path, ways=NIXL) as rig:
-        rig.p.links._identity = dataclasses.replace(rig.p.identity, host="elsewhere")
+        rig.p.links._handshake._identity = dataclasses.replace(rig.p.identity, host="elsewhere")
         await rig.generate([1], 2)
         await rig.whole()
         _, decode = rig.requests(random_prompt(1, 40), 5)
@@ -130,7 +130,7 @@ async def test_a_writer_of_another_host_that_was_replaced_loses_its_access_and_t
 
 
 async def test_a_slow_pair_is_an_error(tmp_path: Path) -> None:
-    async with running(tmp_path, ways=NIXL, silence_s=1.0) as rig:
+    async with running(tmp_path, ways=NIXL, silence_s=4.0) as rig:
         rig.p.opener._least = {"nixl": 1e6}
         with pytest.raises(HandoverExpired, match="allow_slow_transport"):
             await rig.generate([1, 2, 3], 3)
