@@ -73,7 +73,14 @@ def test_shares(programs: int, flat: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("block_m", "block_n", "block_k"),
-    [(8, 64, 64), (32, 16, 128), (64, 128, 16), (16, 256, 16), (1, 8, 128), (1, 4, 64)],
+    [
+        (8, 64, 64),
+        (32, 16, 128),
+        (64, 128, 16),
+        (16, 256, 16),
+        (1, 8, 128),
+        pytest.param(1, 4, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks(block_m: int, block_n: int, block_k: int, device: torch.device) -> None:
     config = Config(block_m, block_n, block_k, programs=5, num_warps=4, num_stages=2)

@@ -134,7 +134,7 @@ def test_tiles_cover_the_spans_longest_first():
     assert tiles == [(2, 24, 1, 500), (3, 14, 1, 11), (3, 10, 4, 7), (1, 23, 1, 8), (1, 19, 4, 4), (1, 15, 4, 0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(device, head_dim, dtype):
     spans = [(0, 1), (37, 2), (16, 17), (200, 16), (0, 70), (1, 15)]
@@ -176,8 +176,15 @@ def test_scales_and_soft_caps(device, scale, cap, window):
     Case([(0, 70), (100, 9)], device=device, scale=scale, cap=cap, window=window, head_dim=32).check()
 
 
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("keys", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        (16, 0),
+        (32, 40),
+        (64, 40),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 40), (32, 0), (64, 0))),
+    ],
+)
 def test_bulk_copies(device, keys, window):
     shape = PrefillShape(rows=64, keys=keys, warps=4, stages=3, pack=2, bulk=True)
     spans = [(0, 1), (0, 70), (63, 2), (150, 9)]
