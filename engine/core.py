@@ -183,11 +183,11 @@ class EngineCore:
         """
         self._steps += 1
         result = StepResult()
-        before, self._flight = self._flight, None
+        before = self._flight
         result.progress = before is not None
         if before is not None and before.plan.decisive:
             self._take_in(before, result, wait)
-            before = None
+            before = self._flight = None
         plan = self._scheduler.schedule(self._clock())
         result.reserved, result.preempted = plan.reserved, plan.preempted
         self._preemptions += len(plan.preempted)
@@ -195,10 +195,10 @@ class EngineCore:
         flight = self._launch(plan, hook) if plan.rows else None
         if before is not None:
             self._take_in(before, result, wait)
+        self._flight = flight
         if flight is not None and (flight.failed or not self._runner.overlaps):
             self._take_in(flight, result, None)
-        else:
-            self._flight = flight
+            self._flight = None
         self._page_use.look(self._roster.admitted())
         return result
 
