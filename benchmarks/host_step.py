@@ -103,7 +103,10 @@ def fill(core: EngineCore, batch: int, length: int, params: SamplingParams) -> N
         core.add(Request(SequenceKey(1, number, 0, 0), prompt, params))
     tokens = 0
     while tokens < 2 * batch:
-        tokens += sum(len(output.tokens) for output in core.step().outputs)
+        result = core.step()
+        for _, error in result.failures:
+            raise error
+        tokens += sum(len(output.tokens) for output in result.outputs)
 
 
 class Stopwatch:

@@ -1,8 +1,7 @@
 """Drawing a step's tokens on the device, and bringing them to the host without holding up the next step."""
 
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,22 +10,22 @@ from torch import Tensor
 
 from ...kernels.gpu.draw import DrawParams, DrawScratch, draw, draw_greedy
 from ...kernels.gpu.logprobs import logprobs
-from ..request import NO_TOKEN, SamplingParams, Token
-from ..sampler import Draw, sample, signed
+from ..request import NO_TOKEN, Token, plain_tokens
+from ..sampler import Draw, sample
+from .draw_columns import DRAWN, MAX_TOP, PLAIN, TOLD, DrawColumns
 from .staging import DEPTH, Staging, new_event
-
-MAX_TOP = 20  # log-probabilities beside the token's own that are computed on the way; more: by the plain sampler
 
 
 class DrawnStep:
     """Tokens on their way to the host. Implements `batch.Launched`."""
 
-    def __init__(self, event: "torch.cuda.Event | None", draws: Sequence[Draw], host: "_Host", top: int) -> None:
+    def __init__(self, event: "torch.cuda.Event | None", count: int, host: "_Host", tops: Sequence[int]) -> None:
+        """`tops`: log-probabilities wanted of each token, -1: none; empty where no token's are."""
         self.waited_s = 0.0  # how long the host waited for the device
         self.event = event
-        self._draws = draws
+        self._count = count
         self._host = host
-        self._top = top
+        self._tops = tops
 
     def tokens(self) -> list[Token]:
         """Waits until the step is computed. Once: the memory behind it is used again."""
@@ -34,12 +33,13 @@ class DrawnStep:
             began = time.perf_counter()
             self.event.synchronize()
             self.waited_s = time.perf_counter() - began
-        ids = self._host.tokens[: len(self._draws)].tolist()
-        if not self._top:
-            return [Token(token) for token in ids]
-        values = self._host.values[: len(ids), : self._top].tolist()
-        top = self._host.ids[: len(ids), : self._top].tolist()
-        return [_told(*row) for row in zip(ids, values, top, self._draws, strict=True)]
+        ids = self._host.tokens[: self._count].tolist()
+        if not self._tops:
+            return plain_tokens(ids)
+        top = 1 + max(self._tops)
+        values = self._host.values[: len(ids), :top].tolist()
+        likely = self._host.ids[: len(ids), :top].tolist()
+        return [_told(*row) for row in zip(ids, values, likely, self._tops, strict=True)]
 
 
 class Silent:
@@ -84,31 +84,38 @@ class Draws:
         self._turn = 0
 
     def draw(
-        self, logits: Tensor, draws: Sequence[Draw], *, wait: bool = False
+        self,
+        logits: Tensor,
+        columns: DrawColumns,
+        positions: npt.NDArray[np.int32],
+        each: Callable[[], Sequence[Draw]],
+        *,
+        wait: bool = False,
     ) -> tuple[Tensor, DrawnStep | list[Token]]:
-        """`logits`: [len(draws), vocab]. Returns the tokens on the device, int64 [len(draws)], valid until the next
-        call, and what tells the host of them: tokens at once with `wait`, or where the plain sampler had to wait.
+        """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn) and, for the plain sampler,
+        `each` tell of the same draws. Returns the tokens on the device, int64 [draws], valid until the next call, and
+        what tells the host of them: tokens at once with `wait`, or where the plain sampler had to wait.
         """
-        tokens = self._tokens[: len(draws)]
-        if any(_plain(one) for one in draws):
-            drawn = sample(logits, draws, self._end_ids)
+        tokens, kinds = self._tokens[: len(columns)], columns.kinds
+        if kinds & PLAIN:
+            drawn = sample(logits, each(), self._end_ids)
             tokens.copy_(torch.tensor([token.token_id for token in drawn]))
             return tokens, drawn
-        if all(one.params.temperature == 0.0 for one in draws):
-            draw_greedy(logits, tokens, self._scratch)
+        if kinds & DRAWN:
+            draw(logits, self._params(columns, positions), tokens, self._scratch)
         else:
-            draw(logits, self._params(draws), tokens, self._scratch)
+            draw_greedy(logits, tokens, self._scratch)
+        tops = columns.tops if kinds & TOLD else []
         if wait:
-            return tokens, self._send(logits, tokens, draws, self._spare).tokens()
+            return tokens, self._send(logits, tokens, tops, self._spare).tokens()
         self._turn = (self._turn + 1) % DEPTH
-        return tokens, self._send(logits, tokens, draws, self._hosts[self._turn])
+        return tokens, self._send(logits, tokens, tops, self._hosts[self._turn])
 
-    def _send(self, logits: Tensor, tokens: Tensor, draws: Sequence[Draw], host: "_Host") -> DrawnStep:
-        count = len(draws)
+    def _send(self, logits: Tensor, tokens: Tensor, tops: Sequence[int], host: "_Host") -> DrawnStep:
+        count = len(tokens)
         host.tokens[:count].copy_(tokens, non_blocking=True)
-        wanted = [k for one in draws if (k := one.params.logprobs) is not None]
-        top = 1 + max(wanted) if wanted else 0
-        if top:
+        if tops:
+            top = 1 + max(tops)
             values, ids = self._values[:count, :top], self._ids[:count, :top]
             logprobs(logits, tokens, top - 1, values, ids, self._scratch)
             # Whole rows: a copy that is not contiguous goes through memory that is not pinned, and waits.
@@ -116,24 +123,12 @@ class Draws:
             host.ids[:count].copy_(self._ids[:count], non_blocking=True)
         if host.event is not None:
             host.event.record()
-        return DrawnStep(host.event, draws, host, top)
+        return DrawnStep(host.event, count, host, tops)
 
-    def _params(self, draws: Sequence[Draw]) -> DrawParams:
-        params: list[SamplingParams] = [one.params for one in draws]
-        rows = len(draws)
-        wide: list[npt.NDArray[Any]] = [
-            np.array([p.top_p for p in params], np.float64),
-            np.array([p.min_p for p in params], np.float64),
-            np.array([signed(p.seed) for p in params], np.int64),
-        ]
-        narrow: list[npt.NDArray[Any]] = [
-            np.array([p.temperature for p in params], np.float32),
-            np.array([p.top_k for p in params], np.int32),
-            np.array([one.sample for one in draws], np.int32),
-            np.array([one.position for one in draws], np.int32),
-        ]
-        parts = [array.view(np.int32) for array in (*wide, *narrow)]
-        sent = self._staging.send(parts, [2 * rows] * len(wide) + [rows] * len(narrow))
+    def _params(self, columns: DrawColumns, positions: npt.NDArray[np.int32]) -> DrawParams:
+        rows = len(columns)
+        parts = [*columns.wide.view(np.int32), *columns.narrow[:3], positions]
+        sent = self._staging.send(parts, [2 * rows] * len(columns.wide) + [rows] * 4)
         return DrawParams(
             top_p=sent[0].view(torch.float64),
             min_p=sent[1].view(torch.float64),
@@ -145,13 +140,7 @@ class Draws:
         )
 
 
-def _plain(one: Draw) -> bool:
-    """Whether only the plain sampler can do it."""
-    return one.rules is not None or one.params.typical_p < 1.0 or (one.params.logprobs or 0) > MAX_TOP
-
-
-def _told(token: int, values: list[float], ids: list[int], one: Draw) -> Token:
-    count = one.params.logprobs
-    if count is None or token == NO_TOKEN:
+def _told(token: int, values: list[float], ids: list[int], count: int) -> Token:
+    if count < 0 or token == NO_TOKEN:
         return Token(token)
     return Token(token, ((token, values[0]), *zip(ids[1 : count + 1], values[1 : count + 1], strict=True)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,10 +17,10 @@ from ..batch import Computed, Launched, LayerHook, Row
 from ..config import EngineOptions
 from ..model_config import ModelConfig
 from ..request import SamplingParams, SequenceKey
-from ..sampler import Draw
 from ..scoring import score
 from ..weights import Weights
 from .decoder import CudaDecoder, StepTensors
+from .draw_columns import DrawColumns, draws_of
 from .draws import Draws, Silent
 from .graphs import DecodeGraphs
 from .staging import ALIGNMENT, Staging
@@ -33,8 +34,7 @@ class _Layout:
     """A step's rows in the order of computation: single tokens first."""
 
     rows: list[Row]
-    slots: list[int]
-    firsts: dict[int, int]  # by id of the row: index of its first token among the step's tokens
+    slots: npt.NDArray[np.int32]
     singles: int
 
 
@@ -61,6 +61,7 @@ class CudaRunner:
         max_pages = -(-config.context_length // options.page_size) + 1
         self._state = DeviceState(options.max_batch, max_pages, pool.device)
         self._decoder = CudaDecoder(config, weights, options, pool, self._state)
+        self._asked = DrawColumns.zeros(self._state.slots)  # how each slot's tokens are drawn
         self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device)
         self._tile = self._decoder.prefill_shape.tokens
         budget = options.token_budget
@@ -79,111 +80,123 @@ class CudaRunner:
 
     def _launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
         layout = self._arrange(rows)
-        drawing = [row for row in rows if row.sample]
         size = 0
         if layout.singles == len(rows) and hook is None and all(map(_decodes, rows)):
             size = self.graphs.size_for(len(rows))
         if size:
-            slots = self._send_decode(layout, size).slots[: len(rows)]
-            logits, normed = self.graphs.replay(size)[: len(rows)], None
-        else:
-            step, slots = self._send(layout, rows)
-            progress = [row.progress for row in rows if row.progress is not None]
-            written = None if hook is None or not progress else lambda layer: hook(layer, progress)
-            normed = self._decoder.hidden(step, written)
-            logits = self._decoder.head(normed[: len(drawing)]) if drawing else normed
-        launched = self._draw(drawing, logits, slots)
-        if normed is not None and (scorings := [row.scoring for row in rows if row.scoring is not None]):
+            slots, positions = self._send_decode(layout, size)
+            return self._draw(rows, self.graphs.replay(size)[: len(rows)], slots, layout.slots, positions)
+        drawing = [row for row in rows if row.sample]
+        step, slots, own = self._send(layout, rows)
+        progress = [row.progress for row in rows if row.progress is not None]
+        written = None if hook is None or not progress else lambda layer: hook(layer, progress)
+        normed = self._decoder.hidden(step, written)
+        logits = self._decoder.head(normed[: len(drawing)]) if drawing else normed
+        positions = np.array([row.start + len(row.token_ids) for row in drawing], np.int32)
+        launched = self._draw(drawing, logits, slots, own, positions)
+        if scorings := [row.scoring for row in rows if row.scoring is not None]:
             score(normed[len(drawing) :], self._decoder.head, scorings)
         return launched
 
-    def _draw(self, drawing: list[Row], logits: Tensor, slots: Tensor) -> Launched:
-        """`logits`: [len(drawing), vocab]; `slots`: int32, of each draw."""
-        draws = [
-            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules)
-            for row in drawing
-            for index in range(row.samples)
-        ]
-        if not draws:
+    def _draw(
+        self,
+        drawing: list[Row],
+        logits: Tensor,
+        sent: Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> Launched:
+        """`logits`: [len(drawing), vocab]; `sent`: int32, `slots` on the device: of each draw. `positions`: of the
+        tokens to be drawn, by row."""
+        if not drawing:
             return Silent(self._stream.record_event() if self._stream is not None else None)
-        if len(draws) > len(drawing):
-            return self._draw_samples(drawing, draws, logits, slots)
-        tokens, drawn = self._draws.draw(logits, draws)
-        keep_tokens(self._state.last_tokens, slots, tokens)
+        if len(slots) > len(drawing):
+            return self._draw_samples(drawing, logits, sent)
+        tokens, drawn = self._draws.draw(logits, self._asked.take(slots), positions, lambda: draws_of(drawing))
+        keep_tokens(self._state.last_tokens, sent, tokens)
         return Computed(drawn) if isinstance(drawn, list) else drawn
 
-    def _draw_samples(self, drawing: list[Row], draws: list[Draw], logits: Tensor, slots: Tensor) -> Launched:
+    def _draw_samples(self, drawing: list[Row], logits: Tensor, sent: Tensor) -> Launched:
         """As `_draw`, where a row draws several times: all samples of a prompt begin with the same logits.
 
         A prompt takes one place in a prefill worker's batch, and keeps drawing for samples that are cancelled: there
         may be more draws than the batch has places. Then they are drawn a batch at a time, and waited for.
         """
+        draws = draws_of(drawing)
         sources = [i for i, row in enumerate(drawing) for _ in range(row.samples)]
         most, told = self._options.max_batch, []
         for start in range(0, len(draws), most):
-            part = slice(start, start + most)
-            own = logits[torch.tensor(sources[part], device=self._device)]
-            tokens, drawn = self._draws.draw(own, draws[part], wait=len(draws) > most)
-            keep_tokens(self._state.last_tokens, slots[part], tokens)
+            part = draws[start : start + most]
+            own = logits[torch.tensor(sources[start : start + most], device=self._device)]
+            positions = np.array([draw.position for draw in part], np.int32)
+            columns = DrawColumns.of(part)
+            tokens, drawn = self._draws.draw(own, columns, positions, lambda part=part: part, wait=len(draws) > most)  # type: ignore[misc]
+            keep_tokens(self._state.last_tokens, sent[start : start + most], tokens)
             if not isinstance(drawn, list):
                 return drawn
             told += drawn
         return Computed(told)
 
     def _arrange(self, rows: list[Row]) -> _Layout:
-        ordered = sorted(rows, key=lambda row: len(row.token_ids) > 1)
-        updates: list[int] = []
-        slots = [self._state.place(row, updates) for row in ordered]
+        singles = sum([len(row.token_ids) == 1 for row in rows])
+        ordered = rows if singles == len(rows) else sorted(rows, key=lambda row: len(row.token_ids) > 1)
+        updates, fresh = list[int](), list[Row]()
+        slots = self._state.place_all(ordered, updates, fresh)
+        for row in fresh:
+            self._asked.put(row.note.slot, row.params, row.key.sample)
         for start in range(0, len(updates), 3 * MAX_UPDATES):
             part = updates[start : start + 3 * MAX_UPDATES]
             (sent,) = self._updates.send([part], [len(part)])
             set_table(self._state.tables, self._state.last_tokens, sent.view(-1, 3))
-        firsts, count = {}, 0
-        for row in ordered:
-            firsts[id(row)] = count
-            count += len(row.token_ids)
-        singles = sum(len(row.token_ids) == 1 for row in ordered)
-        return _Layout(ordered, slots, firsts, singles)
+        return _Layout(ordered, np.array(slots, np.int32), singles)
 
-    def _send_decode(self, layout: _Layout, size: int) -> StepTensors:
-        """Rows of one token each, padded to `size`: tensors whose place depends on `size` only."""
-        tokens = [row.token_ids[0] for row in layout.rows]
-        positions = [row.start for row in layout.rows]
-        tiles: list[int] = []
+    def _send_decode(self, layout: _Layout, size: int) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        """Rows of one token each; the slots of their draws on the device, and the positions of these."""
+        positions = np.array([row.start for row in layout.rows], np.int32)
+        step = self._decode_tensors([row.token_ids[0] for row in layout.rows], layout.slots, positions, size)
+        return step.slots[: len(layout.rows)], positions + 1
+
+    def _decode_tensors(
+        self, tokens: list[int], slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], size: int
+    ) -> StepTensors:
+        """A decode step, padded to `size`: tensors whose place depends on `size` only."""
+        tiles = np.empty(0, np.int32)
         if self._invariant:  # attended by the kernel that prompts are attended by: as it would be in a prompt
-            for i, slot in enumerate(layout.slots):
-                tiles += (slot, i, 1, positions[i])
+            rows = np.arange(len(tokens))
+            tiles = np.stack([slots, rows, np.ones_like(rows), positions], axis=1).astype(np.int32).ravel()
         sizes = [size, size, size, 4 * size if self._invariant else 0]
-        sent = self._staging.send([tokens, layout.slots, positions, tiles], sizes)
+        sent = self._staging.send([tokens, slots, positions, tiles], sizes)
         tiled = sent[3].view(-1, 4)
         return StepTensors(sent[0], sent[1], sent[2], 0 if self._invariant else size, tiled, tiled)
 
-    def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor]:
-        """The step, and the slots of its draws."""
+    def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor, npt.NDArray[np.int32]]:
+        """The step, and the slots of its draws, there and here."""
         counts = np.array([len(row.token_ids) for row in layout.rows])
         firsts = np.cumsum(counts) - counts
         starts = np.array([row.start for row in layout.rows])
         tokens = np.fromiter(chain.from_iterable(row.token_ids for row in layout.rows), np.int32, counts.sum())
-        slots = np.repeat(np.array(layout.slots, np.int32), counts)
+        slots = np.repeat(layout.slots, counts)
         positions = (np.arange(len(tokens)) + np.repeat(starts - firsts, counts)).astype(np.int32)
-        described = zip(layout.slots, firsts.tolist(), counts.tolist(), starts.tolist(), strict=True)
+        slot_of = {id(row): slot for row, slot in zip(layout.rows, layout.slots.tolist(), strict=True)}
+        first_of = {id(row): first for row, first in zip(layout.rows, firsts.tolist(), strict=True)}
+        described = zip(slot_of.values(), firsts.tolist(), counts.tolist(), starts.tolist(), strict=True)
         spans = [span for span in described if span[2] > 1 or self._invariant]
         tiles = [number for tile in prefill_tiles(spans, self._tile) for number in tile]
-        picked = [layout.firsts[id(row)] + len(row.token_ids) - 1 for row in rows if row.sample]
-        scored = _scored(layout, rows)
+        picked = [first_of[id(row)] + len(row.token_ids) - 1 for row in rows if row.sample]
+        scored = _scored(first_of, rows)
         last = (
             [] if scored else [(slots[i], i, 1, positions[i]) for i in picked if i >= layout.singles or self._invariant]
         )
         picked += scored
-        slot_of = {id(row): slot for row, slot in zip(layout.rows, layout.slots, strict=True)}
         # Samples of one prompt have no slots of their own yet: slot 0 is nobody's.
-        own = [slot_of[id(row)] if row.samples == 1 else 0 for row in rows if row.sample for _ in range(row.samples)]
+        draws = [slot_of[id(row)] if row.samples == 1 else 0 for row in rows if row.sample for _ in range(row.samples)]
+        own = np.array(draws, np.int32)
         last_tiles = tiles if scored else [int(number) for tile in last for number in tile]
         parts = [tokens, slots, positions, tiles, picked, own, last_tiles]
         sent = self._staging.send(parts, [len(part) for part in parts])
         singles = 0 if self._invariant else layout.singles
         cut = sent[3].view(-1, 4), sent[6].view(-1, 4)
-        return StepTensors(sent[0], sent[1], sent[2], singles, *cut, sent[4]), sent[5]
+        return StepTensors(sent[0], sent[1], sent[2], singles, *cut, sent[4]), sent[5], own
 
     @torch.inference_mode()
     def capture(self, told: Callable[[int, int], None] | None = None) -> None:
@@ -194,7 +207,7 @@ class CudaRunner:
 
     def _padding_step(self, size: int) -> Callable[[], Tensor]:
         """What launches a step of `size` padding rows."""
-        step = self._send_decode(_Layout([], [], {}, size), size)
+        step = self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), size)
         return lambda: self._decoder.head(self._decoder.hidden(step))
 
     @torch.inference_mode()
@@ -235,10 +248,13 @@ def _decodes(row: Row) -> bool:
     return row.sample and row.samples == 1 and row.scoring is None
 
 
-def _scored(layout: _Layout, rows: list[Row]) -> list[int]:
-    """Places, in the step's tokens, of those whose successors' log-probabilities are wanted; in the order of `rows`."""
+def _scored(first_of: dict[int, int], rows: list[Row]) -> list[int]:
+    """Places, in the step's tokens, of those whose successors' log-probabilities are wanted; in the order of `rows`.
+
+    `first_of`: by id of a row, the place of its first token.
+    """
     return [
-        layout.firsts[id(row)] - row.start + position - 1
+        first_of[id(row)] - row.start + position - 1
         for row in rows
         if (scoring := row.scoring) is not None
         for position in range(scoring.first, scoring.first + len(scoring.targets))

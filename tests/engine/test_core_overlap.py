@@ -161,3 +161,27 @@ def test_load_counts_what_is_launched() -> None:
     engine.step()
     assert engine.core.load().waiting_tokens == 6
     assert engine.core.state_of(SequenceKey(1, 1, 0, 0)) is not None
+
+
+def test_a_sequence_has_one_row_while_it_decodes_and_keeps_its_pages() -> None:
+    """Runners keep what they looked up in it."""
+    engine, runner = lazy(pages=8, page_size=4, reserve="prompt")
+    rows: dict[SequenceKey, list[Row]] = {}
+    launch = runner.launch
+
+    def seen(given: list[Row], hook: object) -> object:
+        for row in given:
+            if row.start >= 6:
+                rows.setdefault(row.key, []).append(row)
+                assert row.note in (None, row.key)
+                row.note = row.key
+        return launch(given, hook)
+
+    runner.launch = seen  # type: ignore[assignment]
+    keys = [engine.add(number, prompt_of(6, number), max_tokens=12) for number in range(2)]
+    engine.drain()
+    assert [engine.outputs[key] for key in keys] == [engine.expected(key) for key in keys]
+    preempted = {key for key in keys if len({id(row) for row in rows[key]}) > 1}
+    assert len(rows[keys[0]]) == 11
+    assert keys[0] not in preempted, "the older one keeps its pages"
+    assert keys[1] in preempted, "the younger one lost them, and has another row"
