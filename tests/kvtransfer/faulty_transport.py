@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.kvtransfer.messages import Copy
-from twostroke.kvtransfer.transport import Done, ShmTransport
+from twostroke.kvtransfer.transport import Done, ShmTransport, Transport
 
 Pages = np.ndarray[Any, np.dtype[np.uint8]]  # [pages of the copy, bytes]
 Damage = Callable[[Pages, Pages, int, random.Random], None]
@@ -60,10 +60,11 @@ class Faults:
     seed: int = 1
     copies: int = 0
     delayed: int = 0
+    target: Callable[[int], Pages] | None = None  # the peer's pages of a layer, where its pool lies in this process
     damaged: set[tuple[int, int, int, int]] = field(default_factory=set)  # (reader, ticket, round, ordinal)
     _chance: random.Random = field(init=False)
     _rounds: dict[tuple[int, int, int, int], int] = field(default_factory=dict)  # of (reader, ticket, layer, ordinal)
-    _lock: Any = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -90,35 +91,54 @@ class Faults:
 
 
 class FaultyTransport:
-    """Around a `ShmTransport`; satisfies `Transport`."""
+    """Around another transport; satisfies `Transport`."""
 
-    kind = "shm"
-
-    def __init__(self, inner: ShmTransport, faults: Faults) -> None:
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        """`inner`: a `ShmTransport` unless `faults` has a target."""
+        self.kind = inner.kind
         self._inner = inner
         self._faults = faults
         self._late: list[threading.Thread] = []
 
     def start(self, copy: Copy, done: Done) -> None:
-        """See `Transport.start`: late ones write and are done on a thread of their own."""
-        round_, kind = self._faults.draw(copy)
+        """See `Transport.start`."""
+        with self._faults.lock:
+            round_, kind = self._faults.draw(copy)
         if kind == LATE:
-            self._faults.delayed += 1
-            thread = threading.Timer(LATE_S, self._inner.start, (copy, done))
-            self._late.append(thread)
-            thread.start()
+            self._start_late(copy, done)
             return
         if not kind:
             self._inner.start(copy, done)
             return
-        target = self._inner._mapped()[1][copy.layer]
+        target = self._target(copy.layer)
         before = target[list(copy.dst)]
 
         def spoiled(number: int, digests: bytes) -> None:
-            self._faults.spoil(kind, round_, copy, target, before)
+            with self._faults.lock:
+                self._faults.spoil(kind, round_, copy, target, before)
             done(number, digests)
 
         self._inner.start(copy, spoiled)
+
+    def _start_late(self, copy: Copy, done: Done) -> None:
+        """It writes, or is done where it writes by a thread of its own, later and on another thread."""
+        self._faults.delayed += 1
+        if self.kind == "shm":
+            self._later(self._inner.start, copy, done)
+        else:
+            self._inner.start(copy, lambda *landed: self._later(done, *landed))
+
+    def _later(self, act: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Timer(LATE_S, act, arguments)
+        self._late.append(thread)
+        thread.start()
+
+    def _target(self, layer: int) -> Pages:
+        if self._faults.target is not None:
+            return self._faults.target(layer)
+        if not isinstance(self._inner, ShmTransport):
+            raise TypeError("this transport's target is out of reach")
+        return self._inner._mapped()[1][layer]
 
     def probe(self) -> float:
         """See `Transport`."""
@@ -130,6 +150,6 @@ class FaultyTransport:
 
     def close(self) -> None:
         """See `Transport`."""
+        self._inner.close()
         for thread in self._late:
             thread.join()
-        self._inner.close()

@@ -38,14 +38,14 @@ QUICK: dict[str, Instance] = {
 
 FULL: dict[str, Instance] = {
     "either worker ends, two requests": Instance(TWO, crash_prefill=1, crash_decode=1),
-    "either worker ends, links break": Instance(SHORT, pages=2, crash_prefill=1, crash_decode=1, breaks=1),
+    "either worker ends, links break": Instance(TWO, crash_prefill=1, crash_decode=1, breaks=1, progress=False),
     "the prefill worker ends, a client cancels": Instance(TWO, crash_prefill=1, cancels=1, progress=False),
     "the decode worker ends, a client cancels": Instance(TWO, crash_decode=1, cancels=1, progress=False),
     "clients cancel, a link breaks": Instance(TWO, cancels=1, breaks=1, late=1, progress=False),
     "tickets expire, a link breaks": Instance(TWO, expiries=1, breaks=1, progress=False),
     "clients cancel both": Instance(TWO, cancels=2),
     "all of it at once": Instance(
-        (SmallJob((1,)),), cancels=1, breaks=1, late=1, corrupt=1, crash_prefill=1, crash_decode=1, expiries=1
+        SHORT[:1], cancels=1, breaks=1, corrupt=1, crash_prefill=1, crash_decode=1, expiries=1
     ),
     "two layers, two requests": Instance(TWO, layers=2, corrupt=1, breaks=1, progress=False),
     "late digests, a link breaks": Instance(TWO, late_verify=True, corrupt=1, breaks=1),

@@ -10,22 +10,33 @@ import pytest
 
 from twostroke.engine.request import FinishReason, SequenceKey, SequenceOutput, StepResult
 from twostroke.errors import HandoverExpired
+from twostroke.kvtransfer.nixl_agent import why_missing
+from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.services.handover import kv_pool
 
 from ...kvtransfer.faulty_transport import DAMAGE, LATE, Faults, FaultyTransport
 from ..handover_rig import DecodeWorker, PrefillWorker, Rig, expected_tokens, random_prompt, running
 
 REQUESTS = 30
-REAL = kv_pool.ShmTransport
+WAYS = [
+    "shm",
+    pytest.param("nixl", marks=pytest.mark.skipif(bool(why_missing()), reason=why_missing() or "there")),
+]
 
 
 @asynccontextmanager
 async def damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, **options: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, *, way: str = "shm", **options: float
 ) -> AsyncIterator[Rig]:
     """A rig whose transport is `faults`'s."""
-    monkeypatch.setattr(kv_pool, "ShmTransport", lambda *arguments: FaultyTransport(REAL(*arguments), faults))
-    async with running(tmp_path, token_budget=24, **options) as rig:
+    for name in ("ShmTransport", "NixlTransport"):
+        real = getattr(kv_pool, name)
+        monkeypatch.setattr(
+            kv_pool, name, lambda *given, real=real, **named: FaultyTransport(real(*given, **named), faults)
+        )
+    async with running(tmp_path, token_budget=24, ways=(way,), **options) as rig:
+        pages = pool_bytes(rig.d.pool).numpy()
+        faults.target = lambda layer: pages[layer]
         yield rig
 
 
@@ -34,10 +45,13 @@ def prompt(seed: int) -> list[int]:
     return random_prompt(500 + seed, 1 + seed * 17 % 85)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [*DAMAGE, LATE, "all"])
-async def test_all_damage_is_noticed_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+async def test_all_damage_is_noticed_and_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, way: str
+) -> None:
     faults = Faults((*DAMAGE, LATE) if kind == "all" else (kind,))
-    async with damaged(tmp_path, monkeypatch, faults) as rig:
+    async with damaged(tmp_path, monkeypatch, faults, way=way) as rig:
         keys = [rig.start(prompt(seed), 6) for seed in range(REQUESTS)]
         for seed, key in enumerate(keys):
             assert await rig.result(key) == expected_tokens(prompt(seed), 6)
