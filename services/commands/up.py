@@ -45,9 +45,7 @@ class ConsoleReport:
             "stopped": "stopped",
         }
         if event == "serving":
-            self._table(
-                details["address"], details["processes"], details.get("http", ""), details.get("admin", "")
-            )
+            self._table(details["address"], details["processes"], details.get("http", ""), details.get("admin", ""))
         else:
             self._console.print(
                 lines.get(event, event), style="red" if event in ("hung", "gave_up") else None, highlight=False
