@@ -12,6 +12,7 @@ from ..kernels.gpu.page_digest import digest_pages
 from .cuda_runtime import BatchCopy
 from .digest_slots import DigestSlots, no_digests
 from .event_waiter import EventWaiter
+from .layer_marks import LayerMarks
 from .messages import Copy
 from .page_batch import Addresses, PageBatch
 
@@ -41,7 +42,7 @@ class CudaSource:
         self._copy = BatchCopy()
         with torch.cuda.device(self.device):
             self.stream = torch.cuda.Stream(self.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-            self._written = [torch.cuda.Event() for _ in range(self.layers)]  # type: ignore[no-untyped-call]
+        self.marks = LayerMarks(self.layers, self.device)
         words = pages.view(torch.int64)
         self._layers = [words[layer : layer + 1] for layer in range(self.layers)]  # each int64 [1, pages, words]
         self._slots = DigestSlots()
@@ -56,7 +57,7 @@ class CudaSource:
 
     def written(self, layer: int) -> None:
         """All that the engine's step writes into that layer is launched on the current stream."""
-        self._written[layer].record()
+        self.marks.written(layer)
 
     def push(self, copy: Copy, batch: PageBatch, target: int, landed: Landed) -> None:
         """Launches a checked copy into a pool whose layer begins at `target`, and the digests of its sources.
@@ -71,7 +72,7 @@ class CudaSource:
         places = self._addresses.of(batch, self.address + copy.layer * self.layer_bytes, target)
         with torch.cuda.stream(self.stream):
             ids = batch.ids if batch.ids is not None else self._sent(batch)
-            self.stream.wait_event(self._written[copy.layer])
+            self.stream.wait_event(self.marks.of(copy.layer))
             try:
                 self._copy(*places, batch.sizes_address, len(batch), self.stream.cuda_stream)
                 digest_pages(

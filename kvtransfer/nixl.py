@@ -111,7 +111,7 @@ class NixlTransport:
             remote_cuda=pool.cuda,
             ended=self._ended,
             copy=copy,
-            ready=source.mark() if copy is not None else None,
+            ready=source.mark(copy.layer) if copy is not None else None,
         )
         with self._state:
             if self._closed:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unavailable
+from .layer_marks import LayerMarks
 from .messages import Copy
 from .nixl_agent import Handle, NixlAgent, Places, device_of
 from .nixl_export import agent_name
@@ -59,8 +60,12 @@ class NixlSource:
         self,
         pages: Tensor,  # [layers, pages, page_bytes] uint8, contiguous, in CPU or CUDA memory
         incarnation: int,
+        marks: LayerMarks | None = None,
     ) -> None:
-        """`incarnation`: ours. Takes up to a second. ConfigError (transport) where NIXL cannot be used."""
+        """`incarnation`: ours. `marks`: of an engine that writes a pool in CUDA memory; else its current stream tells.
+        Takes up to a second. ConfigError (transport) where NIXL cannot be used.
+        """
+        self._marks = marks
         self.tensor = pages
         self.layers, self.pages, self.page_bytes = pages.shape
         self.agent = NixlAgent(agent_name(incarnation))
@@ -82,12 +87,12 @@ class NixlSource:
         """Its number as NIXL counts."""
         return device_of(self.tensor)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What is launched so far on the pool's device, by this thread's current stream there, as an event; None in CPU
-        memory, where all is done.
-        """
+    def mark(self, layer: int) -> torch.cuda.Event | None:
+        """What is launched so far of that layer's writes, as an event; None in CPU memory, where all is done."""
         if self._stream is None:
             return None
+        if self._marks is not None:
+            return self._marks.of(layer)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.tensor.device))
         return event

@@ -4,6 +4,7 @@ import threading
 
 from torch import Tensor
 
+from ...kvtransfer.layer_marks import LayerMarks
 from ...kvtransfer.nixl import NixlTransport
 from ...kvtransfer.nixl_source import NixlSource
 from ...kvtransfer.pool_pages import pool_bytes
@@ -39,8 +40,10 @@ class NixlOpener:
         self,
         pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
         incarnation: int,
+        marks: LayerMarks | None = None,
     ) -> None:
-        """`pool`: ours, from which pages are pushed. `incarnation`: ours."""
+        """`pool`: ours, from which pages are pushed. `incarnation`: ours. `marks`: of an engine on a GPU."""
+        self._marks = marks
         self._pages = pool_bytes(pool)
         self._incarnation = incarnation
         self._source: NixlSource | None = None
@@ -50,7 +53,7 @@ class NixlOpener:
         """See `Open`."""
         with self._lock:
             if self._source is None:
-                self._source = NixlSource(self._pages, self._incarnation)
+                self._source = NixlSource(self._pages, self._incarnation, self._marks)
         return NixlTransport(self._source, offer.descriptor, incarnation=incarnation, pages=offer.pages, broken=broken)
 
     def close(self) -> None:

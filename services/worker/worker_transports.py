@@ -59,7 +59,7 @@ def make_opener(
     source: "CudaSource | None",
 ) -> PoolOpener:
     """A prefill worker's. `incarnation`: ours. `source`: its pool, where that is in a GPU."""
-    nixl = NixlOpener(pool, incarnation)
+    nixl = NixlOpener(pool, incarnation, None if source is None else source.marks)
     all_ways: dict[str, Open] = {NIXL: nixl}
     all_ways |= {"shm": shm_opener(pool)} if source is None else {"cuda_ipc": cuda_opener(source)}
     least = settings.transport_gb_per_s
