@@ -60,17 +60,8 @@ class _Maker:
         config = self._config
         linear = {matrix.name: self._linear(matrix) for matrix in matrices(config)}
         norm = {name: self._ones(config.hidden_size) for name in norms(config.family)}
-        return LayerWeights(
-            attention_norm=norm["attention_norm"],
-            qkv=linear["qkv"],
-            o=linear["o"],
-            mlp_norm=norm["mlp_norm"],
-            gate_up=linear["gate_up"],
-            down=linear["down"],
-            qk_norm=self._ones(config.heads + config.kv_heads, config.head_dim) if config.family.qk_norm else None,
-            attention_post_norm=norm.get("attention_post_norm"),
-            mlp_post_norm=norm.get("mlp_post_norm"),
-        )
+        qk_norm = self._ones(config.heads + config.kv_heads, config.head_dim) if config.family.qk_norm else None
+        return LayerWeights.of(linear, norm, qk_norm)
 
     def _linear(self, matrix: Matrix) -> Linear:
         rows = sum(matrix.rows)

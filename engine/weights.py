@@ -1,6 +1,6 @@
 """A model's tensors out of safetensors files, fused and laid out for the decoder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,21 @@ class LayerWeights:
     qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]: a row a head
     attention_post_norm: Tensor | None = None  # [hidden]
     mlp_post_norm: Tensor | None = None  # [hidden]
+
+    @classmethod
+    def of(cls, linear: Mapping[str, Linear], norm: Mapping[str, Tensor], qk_norm: Tensor | None) -> "LayerWeights":
+        """From parts by the names that `tensor_names.py` gives them; norms that a family lacks are left out."""
+        return cls(
+            attention_norm=norm["attention_norm"],
+            qkv=linear["qkv"],
+            o=linear["o"],
+            mlp_norm=norm["mlp_norm"],
+            gate_up=linear["gate_up"],
+            down=linear["down"],
+            qk_norm=qk_norm,
+            attention_post_norm=norm.get("attention_post_norm"),
+            mlp_post_norm=norm.get("mlp_post_norm"),
+        )
 
 
 @dataclass(slots=True)
@@ -92,17 +107,7 @@ class _Loader:
     def _layer(self, at: str) -> LayerWeights:
         linear = {m.name: self._linear([at + name for name in m.stored], m.bias) for m in matrices(self._config)}
         norm = {name: self._norm(at + stored) for name, stored in norms(self._config.family).items()}
-        return LayerWeights(
-            attention_norm=norm["attention_norm"],
-            qkv=linear["qkv"],
-            o=linear["o"],
-            mlp_norm=norm["mlp_norm"],
-            gate_up=linear["gate_up"],
-            down=linear["down"],
-            qk_norm=self._head_norms(at) if self._config.family.qk_norm else None,
-            attention_post_norm=norm.get("attention_post_norm"),
-            mlp_post_norm=norm.get("mlp_post_norm"),
-        )
+        return LayerWeights.of(linear, norm, self._head_norms(at) if self._config.family.qk_norm else None)
 
     def _head_norms(self, at: str) -> Tensor:
         counts = {"q": self._config.heads, "k": self._config.kv_heads}

@@ -6,6 +6,7 @@ import logging
 import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -182,24 +183,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = (
-            ("stream" if handler.request_streaming else "unary")
-            + "_"
-            + ("stream" if handler.response_streaming else "unary")
-        )
-        behaviour = getattr(handler, kind)
-        wrapped = _wrap(
-            behaviour,
-            handler_call_details.method,
+        wrap = partial(
+            _wrap,
+            method=handler_call_details.method,
             streams_in=bool(handler.request_streaming),
             streams_out=bool(handler.response_streaming),
         )
-        build: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-        return build(
-            wrapped,
-            request_deserializer=_tolerant(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
-        )
+        return rewrapped(handler, wrap, _tolerant(handler.request_deserializer))
+
+
+def rewrapped(
+    handler: "grpc.RpcMethodHandler[Any, Any]",
+    wrap: Callable[[Behaviour], Behaviour],
+    read: Callable[[bytes], Any] | None,
+) -> Handler:
+    """A handler of the same kind around `wrap` of the method; `read`: its request's deserializer."""
+    kind = "_".join("stream" if s else "unary" for s in (handler.request_streaming, handler.response_streaming))
+    build: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
+    return build(
+        wrap(getattr(handler, kind)), request_deserializer=read, response_serializer=handler.response_serializer
+    )
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

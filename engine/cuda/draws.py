@@ -16,37 +16,11 @@ from .draw_columns import DRAWN, MAX_TOP, PLAIN, TOLD, DrawColumns
 from .staging import DEPTH, Staging, new_event
 
 
-class DrawnStep:
-    """Tokens on their way to the host. Implements `batch.Launched`."""
-
-    def __init__(self, event: "torch.cuda.Event | None", count: int, host: "_Host", tops: Sequence[int]) -> None:
-        """`tops`: log-probabilities wanted of each token, -1: none; empty where no token's are."""
-        self.waited_s = 0.0  # how long the host waited for the device
-        self.event = event
-        self._count = count
-        self._host = host
-        self._tops = tops
-
-    def tokens(self) -> list[Token]:
-        """Waits until the step is computed. Once: the memory behind it is used again."""
-        if self.event is not None:
-            began = time.perf_counter()
-            self.event.synchronize()
-            self.waited_s = time.perf_counter() - began
-        ids = self._host.tokens[: self._count].tolist()
-        if not self._tops:
-            return plain_tokens(ids)
-        top = 1 + max(self._tops)
-        values = self._host.values[: len(ids), :top].tolist()
-        likely = self._host.ids[: len(ids), :top].tolist()
-        return [_told(*row) for row in zip(ids, values, likely, self._tops, strict=True)]
-
-
 class Silent:
     """A step on its way that draws nothing. Implements `batch.Launched`."""
 
     def __init__(self, event: "torch.cuda.Event | None") -> None:
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # how long the host waited for the device
         self.event = event
 
     def tokens(self) -> list[Token]:
@@ -56,6 +30,28 @@ class Silent:
             self.event.synchronize()
             self.waited_s = time.perf_counter() - began
         return []
+
+
+class DrawnStep(Silent):
+    """Tokens on their way to the host."""
+
+    def __init__(self, event: "torch.cuda.Event | None", count: int, host: "_Host", tops: Sequence[int]) -> None:
+        """`tops`: log-probabilities wanted of each token, -1: none; empty where no token's are."""
+        super().__init__(event)
+        self._count = count
+        self._host = host
+        self._tops = tops
+
+    def tokens(self) -> list[Token]:
+        """Waits until the step is computed. Once: the memory behind it is used again."""
+        super().tokens()
+        ids = self._host.tokens[: self._count].tolist()
+        if not self._tops:
+            return plain_tokens(ids)
+        top = 1 + max(self._tops)
+        values = self._host.values[: len(ids), :top].tolist()
+        likely = self._host.ids[: len(ids), :top].tolist()
+        return [_told(*row) for row in zip(ids, values, likely, self._tops, strict=True)]
 
 
 class _Host:

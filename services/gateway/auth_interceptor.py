@@ -1,16 +1,15 @@
 """Authentication of every gRPC call of a gateway, before anything of its request is read; refused unless let in."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc.aio
 
 from ...errors import TwostrokeError
 from ..grpc_setup import HEALTH_SERVICE
+from ..interceptor import Handler
 from ..security.tenant import serve_as
 from .auth import Authenticator
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import grpc.aio
 
 from ...errors import PermissionDenied
+from ..interceptor import Behaviour, Context, Handler, rewrapped
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")
 
 
@@ -34,16 +34,10 @@ class PeerNames(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = "_".join("stream" if s else "unary" for s in (handler.request_streaming, handler.response_streaming))
-        behaviour: Callable[[Any, Context], Any] = getattr(handler, kind)
-        build: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-        return build(
-            self._checked(behaviour, streams_out=bool(handler.response_streaming)),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        wrap = partial(self._checked, streams_out=bool(handler.response_streaming))
+        return rewrapped(handler, wrap, handler.request_deserializer)
 
-    def _checked(self, behaviour: Callable[[Any, Context], Any], *, streams_out: bool) -> Callable[..., Any]:
+    def _checked(self, behaviour: Behaviour, *, streams_out: bool) -> Behaviour:
         async def call(request: Any, context: Context) -> Any:
             self._check(context)
             return await behaviour(request, context)
