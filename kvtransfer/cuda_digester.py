@@ -51,16 +51,7 @@ class CudaDigester:
             digested(no_digests(count))
             return
 
-        def seen(error: Exception | None) -> None:
-            if error is not None:
-                log.error("digests failed: %s", error)
-                digested(no_digests(count))
-                return
-            digests = slot.digests(count)
-            self._slots.give(slot)
-            digested(digests)
-
-        self._waiter.add(slot.event, seen)
+        self._waiter.add(slot.event, self._slots.seen(slot, count, digested, "digests"))
 
     def close(self) -> None:
         """See `Digester.close`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.gpu.page_digest import digest_pages
 from .cuda_runtime import BatchCopy
-from .digest_slots import DigestSlots, no_digests
+from .digest_slots import DigestSlots
 from .event_waiter import EventWaiter
 from .layer_marks import LayerMarks
 from .messages import Copy
@@ -88,16 +88,7 @@ class CudaSource:
                 self.stream.synchronize()  # who is told of a failure takes it that nothing is written any more
                 raise
 
-        def seen(error: Exception | None) -> None:
-            if error is not None:  # then nothing runs on this device any more
-                log.error("a copy failed: %s", error)
-                landed(no_digests(count))
-                return
-            digests = slot.digests(count)
-            self._slots.give(slot)
-            landed(digests)
-
-        self._waiter.add(slot.event, seen)
+        self._waiter.add(slot.event, self._slots.seen(slot, count, landed, "a copy"))
 
     def measure(self, launch: Callable[[], None], nbytes: int) -> float:
         """GB/s of what `launch` puts on the current stream to move `nbytes`; of the second time that it does."""

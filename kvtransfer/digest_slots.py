@@ -1,11 +1,15 @@
 """Host memory that a GPU writes digests into, and the event by which the host knows that they are there."""
 
+import logging
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..kernels.digest import DIGEST_BYTES
+
+log = logging.getLogger(__name__)
 
 _LEAST = 64  # digests
 
@@ -45,6 +49,25 @@ class DigestSlots:
     def give(self, slot: DigestSlot) -> None:
         """Nobody writes or reads it any more."""
         self._free[len(slot.words)].append(slot)
+
+    def seen(
+        self, slot: DigestSlot, count: int, landed: Callable[[bytes], None], what: str
+    ) -> Callable[[Exception | None], None]:
+        """For whoever waits for the slot's event: gives the slot back and tells `landed` of its first `count` digests.
+
+        After an error nothing runs on the device any more: `what` failed, the digests match nothing, the slot is lost.
+        """
+
+        def tell(error: Exception | None) -> None:
+            if error is not None:
+                log.error("%s failed: %s", what, error)
+                landed(no_digests(count))
+                return
+            digests = slot.digests(count)
+            self.give(slot)
+            landed(digests)
+
+        return tell
 
 
 def no_digests(count: int) -> bytes:
