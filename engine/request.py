@@ -36,6 +36,28 @@ def sample_keys(key: SequenceKey, samples: int) -> list[SequenceKey]:
     return [key._replace(sample=key.sample + index) for index in range(samples)]
 
 
+class ConstraintKind(IntEnum):
+    """The language in which a `Constraint` is written (values equal the worker API's)."""
+
+    JSON_OBJECT = 1
+    JSON_SCHEMA = 2
+    REGEX = 3
+    CHOICE = 4
+    GRAMMAR = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output must be, whole: at each index only tokens with which it still can are drawn.
+
+    `text`: of JSON_SCHEMA the schema as JSON; of CHOICE a JSON array of texts; of GRAMMAR Lark as llguidance reads it;
+    of JSON_OBJECT nothing.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw and when to stop; complete, validated by the gateway and again by `EngineCore.add`."""
@@ -59,6 +81,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
     min_tokens: int = 0  # output tokens before which end and stop tokens are not drawn
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens from the second on
+    constraint: Constraint | None = None  # on the output; not on what comes after its end with `ignore_eos`
 
 
 @dataclass(slots=True)

@@ -101,4 +101,6 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are taken", field="stop_token_ids")
     if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
         raise InvalidRequest(f"stop token ids must be in 0 .. {vocab_size - 1}", field="stop_token_ids")
+    if params.constraint is not None:
+        raise InvalidRequest("constraints on the output are not supported here", field="constraint")
     check_controls(params, vocab_size)

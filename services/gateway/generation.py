@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...engine.request import FinishReason, PromptLogprobs
+from ...engine.request import Constraint, FinishReason, PromptLogprobs
 from ..security.tenant import Tenant, current_tenant
 
 
@@ -49,6 +49,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

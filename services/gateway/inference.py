@@ -1,6 +1,7 @@
 """The native gRPC door: public messages into plain requests, plain answers into public messages."""
 
 import asyncio
+import json
 import math
 import secrets
 from collections.abc import Awaitable, Coroutine
@@ -10,7 +11,8 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from ...engine.check_controls import MAX_LISTED
-from ...engine.request import PromptLogprobs
+from ...engine.request import Constraint, ConstraintKind, PromptLogprobs
+from ...errors import InvalidRequest
 from ...v1 import inference_pb2 as pb
 from ...v1 import inference_pb2_grpc
 from ..durations import microseconds
@@ -172,7 +174,28 @@ def read_sampling(sampling: pb.Sampling) -> Sampling:
         allowed_token_ids=tuple(islice(sampling.allowed_token_ids, MAX_LISTED + 1)),
         banned_token_ids=tuple(islice(sampling.banned_token_ids, MAX_LISTED + 1)),
         bad_words=tuple(islice(sampling.bad_words, MAX_LISTED + 1)),
+        constraint=read_constraint(sampling.constraint) if sampling.HasField("constraint") else None,
     )
+
+
+def read_constraint(constraint: pb.Constraint) -> Constraint:
+    """InvalidRequest where none is set."""
+    match constraint.WhichOneof("kind"):
+        case "json_object" if constraint.json_object:
+            return Constraint(ConstraintKind.JSON_OBJECT)
+        case "json_schema":
+            return Constraint(ConstraintKind.JSON_SCHEMA, constraint.json_schema)
+        case "regex":
+            return Constraint(ConstraintKind.REGEX, constraint.regex)
+        case "choice":
+            return Constraint(ConstraintKind.CHOICE, json.dumps(list(constraint.choice.texts), ensure_ascii=False))
+        case "grammar":
+            return Constraint(ConstraintKind.GRAMMAR, constraint.grammar)
+        case _:
+            raise InvalidRequest(
+                "a constraint takes json_object (true), json_schema, regex, choice or grammar",
+                field="sampling.constraint",
+            )
 
 
 def read_stopping(stopping: pb.Stopping) -> Stopping:

@@ -61,6 +61,7 @@ def complete_params(request: GenerationRequest, prompt_tokens: int, model: Serve
         bad_words=words,
         min_tokens=stopping.min_tokens,
         prompt_logprobs=request.prompt_logprobs,
+        constraint=sampling.constraint,
     )
 
 

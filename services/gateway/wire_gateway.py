@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ...engine.request import (
+    Constraint,
     FinishReason,
     PromptLogprobs,
     SamplingParams,
@@ -75,7 +76,13 @@ def make_params(params: SamplingParams) -> pb.SamplingParams:
         bad_words=[pb.TokenSequence(ids=word) for word in params.bad_words],
         min_tokens=params.min_tokens,
         prompt_logprobs=params.prompt_logprobs,
+        constraint=make_constraint(params.constraint) if params.constraint is not None else None,
     )
+
+
+def make_constraint(constraint: Constraint) -> pb.OutputConstraint:
+    """What the output must be."""
+    return pb.OutputConstraint(kind=pb.ConstraintKind.ValueType(constraint.kind), text=constraint.text)
 
 
 def make_cancel(keys: Iterable[SequenceKey]) -> pb.Cancel:

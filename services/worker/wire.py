@@ -3,7 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...engine import request as engine
-from ...engine.request import Request, SamplingParams, SequenceKey, SequenceOutput, Work
+from ...engine.request import (
+    Constraint,
+    ConstraintKind,
+    Request,
+    SamplingParams,
+    SequenceKey,
+    SequenceOutput,
+    Work,
+)
 from ...engine.validate import MAX_SAMPLES
 from ...errors import DeadlineExceeded, HandoverExpired, InvalidRequest, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
@@ -99,7 +107,16 @@ def read_params(params: pb.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.ids) for word in params.bad_words),
         min_tokens=params.min_tokens,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        constraint=read_constraint(params.constraint) if params.HasField("constraint") else None,
     )
+
+
+def read_constraint(constraint: pb.OutputConstraint) -> Constraint:
+    """InvalidRequest where its kind is unknown here."""
+    try:
+        return Constraint(ConstraintKind(constraint.kind), constraint.text)
+    except ValueError:
+        raise InvalidRequest(f"constraint kind {constraint.kind} is unknown", field="constraint") from None
 
 
 def by_gateway(outputs: Iterable[SequenceOutput]) -> Mapping[int, Sequence[SequenceOutput]]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwostroke/v1/inference.proto\x12\x0ctwostroke.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\"p\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x42\x06\n\x04kind\"\xa7\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x16\n\ttypical_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x39\n\nlogit_bias\x18\n \x03(\x0b\x32%.twostroke.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"\x8d\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x05input\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.Input\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.Sampling\x12(\n\x08stopping\x18\x04 \x01(\x0b\x32\x16.twostroke.v1.Stopping\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"Z\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\'\n\x03top\x18\x03 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\x93\x01\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x03 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x04 \x01(\x04\x12\x11\n\tdecode_us\x18\x05 \x01(\x04\x12\x10\n\x08total_us\x18\x06 \x01(\x04\x12\x10\n\x08gap01_us\x18\x07 \x01(\x04\"\xf2\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12\x0f\n\x07replays\x18\x08 \x01(\r\x12\r\n\x05route\x18\t \x01(\t\"\xf1\x01\n\x10GenerateResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprob\x12)\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.FinishH\x00\x88\x01\x01\x12\x0e\n\x06sample\x18\x06 \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprobB\t\n\x07_finish\"D\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x05input\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.Input\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x85\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x18\n\x10max_input_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x17\n\x0fprefill_workers\x18\x08 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\t \x01(\r\x12\x19\n\x11special_token_ids\x18\n \x03(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xee\x01\n\tInference\x12K\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12I\n\x08GetModel\x12\x1d.twostroke.v1.GetModelRequest\x1a\x1e.twostroke.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwostroke/v1/inference.proto\x12\x0ctwostroke.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twostroke.v1.ChatMessage\"p\n\x05Input\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.twostroke.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.twostroke.v1.ChatH\x00\x42\x06\n\x04kind\"\xd5\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x16\n\ttypical_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x39\n\nlogit_bias\x18\n \x03(\x0b\x32%.twostroke.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x12,\n\nconstraint\x18\x0e \x01(\x0b\x32\x18.twostroke.v1.Constraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x8e\x01\n\nConstraint\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07strings\x18\x02 \x03(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"\x8d\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x05input\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.Input\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.twostroke.v1.Sampling\x12(\n\x08stopping\x18\x04 \x01(\x0b\x32\x16.twostroke.v1.Stopping\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"Z\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\'\n\x03top\x18\x03 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\x93\x01\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x03 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x04 \x01(\x04\x12\x11\n\tdecode_us\x18\x05 \x01(\x04\x12\x10\n\x08total_us\x18\x06 \x01(\x04\x12\x10\n\x08gap01_us\x18\x07 \x01(\x04\"\xf2\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.twostroke.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.twostroke.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.twostroke.v1.Timings\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12\x0f\n\x07replays\x18\x08 \x01(\r\x12\r\n\x05route\x18\t \x01(\t\"\xf1\x01\n\x10GenerateResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprob\x12)\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x14.twostroke.v1.FinishH\x00\x88\x01\x01\x12\x0e\n\x06sample\x18\x06 \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.twostroke.v1.TokenLogprobB\t\n\x07_finish\"D\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x05input\x18\x02 \x01(\x0b\x32\x13.twostroke.v1.Input\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x85\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x18\n\x10max_input_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x17\n\x0fprefill_workers\x18\x08 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\t \x01(\r\x12\x19\n\x11special_token_ids\x18\n \x03(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xee\x01\n\tInference\x12K\n\x08Generate\x12\x1d.twostroke.v1.GenerateRequest\x1a\x1e.twostroke.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.twostroke.v1.TokenizeRequest\x1a\x1e.twostroke.v1.TokenizeResponse\x12I\n\x08GetModel\x12\x1d.twostroke.v1.GetModelRequest\x1a\x1e.twostroke.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2493
-  _globals['_FINISHREASON']._serialized_end=2588
+  _globals['_FINISHREASON']._serialized_start=2709
+  _globals['_FINISHREASON']._serialized_end=2804
   _globals['_TOKENIDS']._serialized_start=46
   _globals['_TOKENIDS']._serialized_end=69
   _globals['_CHATMESSAGE']._serialized_start=71
@@ -44,31 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INPUT']._serialized_start=170
   _globals['_INPUT']._serialized_end=282
   _globals['_SAMPLING']._serialized_start=285
-  _globals['_SAMPLING']._serialized_end=836
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=653
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=701
-  _globals['_STOPPING']._serialized_start=839
-  _globals['_STOPPING']._serialized_end=987
-  _globals['_GENERATEREQUEST']._serialized_start=990
-  _globals['_GENERATEREQUEST']._serialized_end=1259
-  _globals['_TOKENLOGPROB']._serialized_start=1261
-  _globals['_TOKENLOGPROB']._serialized_end=1351
-  _globals['_USAGE']._serialized_start=1353
-  _globals['_USAGE']._serialized_end=1429
-  _globals['_TIMINGS']._serialized_start=1432
-  _globals['_TIMINGS']._serialized_end=1579
-  _globals['_FINISH']._serialized_start=1582
-  _globals['_FINISH']._serialized_end=1824
-  _globals['_GENERATERESPONSE']._serialized_start=1827
-  _globals['_GENERATERESPONSE']._serialized_end=2068
-  _globals['_TOKENIZEREQUEST']._serialized_start=2070
-  _globals['_TOKENIZEREQUEST']._serialized_end=2138
-  _globals['_TOKENIZERESPONSE']._serialized_start=2140
-  _globals['_TOKENIZERESPONSE']._serialized_end=2193
-  _globals['_GETMODELREQUEST']._serialized_start=2195
-  _globals['_GETMODELREQUEST']._serialized_end=2227
-  _globals['_GETMODELRESPONSE']._serialized_start=2230
-  _globals['_GETMODELRESPONSE']._serialized_end=2491
-  _globals['_INFERENCE']._serialized_start=2591
-  _globals['_INFERENCE']._serialized_end=2829
+  _globals['_SAMPLING']._serialized_end=882
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=699
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=747
+  _globals['_CONSTRAINT']._serialized_start=885
+  _globals['_CONSTRAINT']._serialized_end=1027
+  _globals['_CHOICE']._serialized_start=1029
+  _globals['_CHOICE']._serialized_end=1052
+  _globals['_STOPPING']._serialized_start=1055
+  _globals['_STOPPING']._serialized_end=1203
+  _globals['_GENERATEREQUEST']._serialized_start=1206
+  _globals['_GENERATEREQUEST']._serialized_end=1475
+  _globals['_TOKENLOGPROB']._serialized_start=1477
+  _globals['_TOKENLOGPROB']._serialized_end=1567
+  _globals['_USAGE']._serialized_start=1569
+  _globals['_USAGE']._serialized_end=1645
+  _globals['_TIMINGS']._serialized_start=1648
+  _globals['_TIMINGS']._serialized_end=1795
+  _globals['_FINISH']._serialized_start=1798
+  _globals['_FINISH']._serialized_end=2040
+  _globals['_GENERATERESPONSE']._serialized_start=2043
+  _globals['_GENERATERESPONSE']._serialized_end=2284
+  _globals['_TOKENIZEREQUEST']._serialized_start=2286
+  _globals['_TOKENIZEREQUEST']._serialized_end=2354
+  _globals['_TOKENIZERESPONSE']._serialized_start=2356
+  _globals['_TOKENIZERESPONSE']._serialized_end=2409
+  _globals['_GETMODELREQUEST']._serialized_start=2411
+  _globals['_GETMODELREQUEST']._serialized_end=2443
+  _globals['_GETMODELRESPONSE']._serialized_start=2446
+  _globals['_GETMODELRESPONSE']._serialized_end=2707
+  _globals['_INFERENCE']._serialized_start=2807
+  _globals['_INFERENCE']._serialized_end=3045
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,42 @@ ROLE_BOTH: Role.ValueType  # 3
 """/ Both, for whole requests."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _ConstraintKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ConstraintKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConstraintKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONSTRAINT_KIND_UNSPECIFIED: _ConstraintKind.ValueType  # 0
+    """/ Never sent."""
+    CONSTRAINT_KIND_JSON_OBJECT: _ConstraintKind.ValueType  # 1
+    """/ A JSON object, whatever is in it."""
+    CONSTRAINT_KIND_JSON_SCHEMA: _ConstraintKind.ValueType  # 2
+    """/ JSON of this schema."""
+    CONSTRAINT_KIND_REGEX: _ConstraintKind.ValueType  # 3
+    """/ What matches this regular expression."""
+    CONSTRAINT_KIND_CHOICE: _ConstraintKind.ValueType  # 4
+    """/ One of these texts."""
+    CONSTRAINT_KIND_GRAMMAR: _ConstraintKind.ValueType  # 5
+    """/ What this grammar produces."""
+
+class ConstraintKind(_ConstraintKind, metaclass=_ConstraintKindEnumTypeWrapper):
+    """/ The language in which a constraint is written."""
+
+CONSTRAINT_KIND_UNSPECIFIED: ConstraintKind.ValueType  # 0
+"""/ Never sent."""
+CONSTRAINT_KIND_JSON_OBJECT: ConstraintKind.ValueType  # 1
+"""/ A JSON object, whatever is in it."""
+CONSTRAINT_KIND_JSON_SCHEMA: ConstraintKind.ValueType  # 2
+"""/ JSON of this schema."""
+CONSTRAINT_KIND_REGEX: ConstraintKind.ValueType  # 3
+"""/ What matches this regular expression."""
+CONSTRAINT_KIND_CHOICE: ConstraintKind.ValueType  # 4
+"""/ One of these texts."""
+CONSTRAINT_KIND_GRAMMAR: ConstraintKind.ValueType  # 5
+"""/ What this grammar produces."""
+Global___ConstraintKind: _TypeAlias = ConstraintKind  # noqa: Y015
+
 class _Work:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -401,6 +437,7 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """/ 0 is greedy."""
     top_k: _builtins.int
@@ -453,6 +490,10 @@ class SamplingParams(_message.Message):
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """/ Token sequences that are never completed."""
 
+    @_builtins.property
+    def constraint(self) -> Global___OutputConstraint:
+        """/ Present: what the output, `Submit.output_ids` counted in, must be."""
+
     def __init__(
         self,
         *,
@@ -476,10 +517,11 @@ class SamplingParams(_message.Message):
         bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
         min_tokens: _builtins.int = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        constraint: Global___OutputConstraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -491,6 +533,32 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class OutputConstraint(_message.Message):
+    """/ What an output must be, whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___ConstraintKind.ValueType
+    """/ How `text` is read."""
+    text: _builtins.str
+    """/ The schema as JSON; the expression; the choices as a JSON array; the grammar. Empty for a JSON object."""
+    def __init__(
+        self,
+        *,
+        kind: Global___ConstraintKind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputConstraint: _TypeAlias = OutputConstraint  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):
@@ -1001,6 +1069,7 @@ class Status(_message.Message):
     DAMAGED_PAGES_FIELD_NUMBER: _builtins.int
     DAMAGED_TICKETS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RESENT_PAGES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """/ Counts up by one each second."""
     free_pages: _builtins.int
@@ -1038,8 +1107,8 @@ class Status(_message.Message):
     decode_step_us: _builtins.int
     """/ Microseconds of a step that only decodes, a mean over recent ones; 0: none was seen."""
     damaged_pages: _builtins.int
-    """/ Decode: pages that did not arrive whole, as their digests tell, all layers of a page counted as one. They were sent
-    / again.
+    """/ Decode: pages that did not arrive whole, as their digests tell, all layers of a page counted as one. One that did not
+    / when it was sent again either counts twice.
     """
     damaged_tickets: _builtins.int
     """/ Decode: tickets that were given up because what was sent again did not arrive whole either. Their prompts are
@@ -1047,6 +1116,8 @@ class Status(_message.Message):
     """
     preemptions: _builtins.int
     """/ Sequences that lost their pages for want of room since its start; they were computed anew."""
+    resent_pages: _builtins.int
+    """/ Decode: of `damaged_pages`, those that were sent again. The rest went with a ticket that was given up."""
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairRate]:
         """/ Prefill: what the transports to decode workers give."""
@@ -1075,10 +1146,11 @@ class Status(_message.Message):
         damaged_pages: _builtins.int = ...,
         damaged_tickets: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        resent_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "damaged_pages", b"damaged_pages", "damaged_tickets", b"damaged_tickets", "decode_step_us", b"decode_step_us", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "pairs", b"pairs", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_positions", b"covered_positions", "damaged_pages", b"damaged_pages", "damaged_tickets", b"damaged_tickets", "decode_step_us", b"decode_step_us", "draining", b"draining", "free_pages", b"free_pages", "mean_length", b"mean_length", "pages", b"pages", "pairs", b"pairs", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "prefilled_tokens", b"prefilled_tokens", "pushed_pages", b"pushed_pages", "resent_pages", b"resent_pages", "running", b"running", "sequence", b"sequence", "steps", b"steps", "ticket_pages", b"ticket_pages", "tickets", b"tickets", "unused_positions", b"unused_positions", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

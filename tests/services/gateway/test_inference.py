@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from twostroke.engine.request import Constraint, ConstraintKind
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import InvalidRequest
 from twostroke.services.gateway.generation import Timings, TokenInput
@@ -94,6 +95,34 @@ def test_of_lists_that_are_too_long_only_the_beginning_is_read() -> None:
     )
     lists = (sampling.allowed_token_ids, sampling.banned_token_ids, sampling.bad_words, sampling.logit_bias)
     assert [len(one) for one in lists] == [1025] * 4
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        (pb.Constraint(json_object=True), Constraint(ConstraintKind.JSON_OBJECT)),
+        (
+            pb.Constraint(json_schema='{"type": "integer"}'),
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}'),
+        ),
+        (pb.Constraint(regex="a+"), Constraint(ConstraintKind.REGEX, "a+")),
+        (
+            pb.Constraint(choice=pb.Choice(texts=["ja", 'n"ein', "日"])),
+            Constraint(ConstraintKind.CHOICE, '["ja", "n\\"ein", "日"]'),
+        ),
+        (pb.Constraint(grammar='start: "a"'), Constraint(ConstraintKind.GRAMMAR, 'start: "a"')),
+    ],
+)
+def test_each_kind_of_constraint(message: pb.Constraint, read: Constraint) -> None:
+    assert read_sampling(pb.Sampling(constraint=message)).constraint == read
+    assert read_sampling(pb.Sampling()).constraint is None
+
+
+@pytest.mark.parametrize("message", [pb.Constraint(), pb.Constraint(json_object=False)])
+def test_a_constraint_that_is_none_is_refused(message: pb.Constraint) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_sampling(pb.Sampling(constraint=message))
+    assert caught.value.field == "sampling.constraint"
 
 
 async def test_defaults_are_filled_in(tiny_llama_dir: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.engine.request import SamplingParams
+from twostroke.engine.request import Constraint, ConstraintKind, SamplingParams
 from twostroke.errors import InvalidRequest
 from twostroke.services.gateway.gateway import load_model
 from twostroke.services.gateway.generation import GenerationRequest, Sampling, Stopping, TextInput
@@ -65,12 +65,22 @@ def test_every_field_arrives(model: ServedModel) -> None:
         allowed_token_ids=(4, 5),
         banned_token_ids=(6,),
         bad_words=("x",),
+        constraint=Constraint(ConstraintKind.REGEX, "a+"),
     )
     stopping = Stopping(max_tokens=20, token_ids=(7,), ignore_eos=True, min_tokens=3)
     params = complete_params(ask(sampling, stopping, logprobs=2, prompt_logprobs=1), 10, model, 2048)
     for field in dataclasses.fields(SamplingParams):
         assert getattr(params, field.name) != field.default, field.name
-    for name in ("temperature", "top_k", "seed", "min_p", "typical_p", "repetition_penalty", "logit_bias"):
+    for name in (
+        "temperature",
+        "top_k",
+        "seed",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "logit_bias",
+        "constraint",
+    ):
         assert getattr(params, name) == getattr(sampling, name)
     assert (params.presence_penalty, params.frequency_penalty, params.min_tokens) == (0.3, 0.4, 3)
     assert (params.allowed_token_ids, params.banned_token_ids, params.stop_token_ids) == ((4, 5), (6,), (7,))

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.engine.request import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     PromptLogprobs,
     SamplingParams,
@@ -61,6 +63,7 @@ def test_a_step_comes_back_as_it_was(made: list[SequenceOutput]) -> None:
         stop_token_ids=st.lists(IDS, max_size=3).map(tuple),
         ignore_eos=st.booleans(),
         logprobs=st.none() | st.integers(0, 20),
+        constraint=st.none() | st.builds(Constraint, st.sampled_from(ConstraintKind), st.text(max_size=9)),
     ),
 )
 def test_a_submission_arrives_as_it_was(
@@ -145,6 +148,7 @@ ALL_PARAMS = SamplingParams(
     bad_words=((1,), (2, 3)),
     min_tokens=3,
     prompt_logprobs=0,
+    constraint=Constraint(ConstraintKind.CHOICE, '["ja", "nein"]'),
 )
 
 

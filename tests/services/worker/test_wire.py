@@ -164,6 +164,11 @@ PEER = pb.Peer(address="a:1", incarnation=3)
         (pb.Submit(work=pb.WORK_DECODE, params=pb.SamplingParams()), "peer.incarnation"),
         (pb.Submit(work=pb.WORK_PREFILL, params=pb.SamplingParams(), peer=pb.Peer(incarnation=1)), "peer.address"),
         (
+            pb.Submit(work=pb.WORK_ALL, params=pb.SamplingParams(constraint=pb.OutputConstraint(kind=99))),  # type: ignore[arg-type]
+            "constraint",
+        ),
+        (pb.Submit(work=pb.WORK_ALL, params=pb.SamplingParams(constraint=pb.OutputConstraint())), "constraint"),
+        (
             pb.Submit(work=pb.WORK_PREFILL, params=pb.SamplingParams(), peer=pb.Peer(incarnation=1, address="x" * 300)),
             "peer.address",
         ),
