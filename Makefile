@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not soak and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak nixl gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
+.PHONY: help demo test test-all soak nixl clients gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ nixl: $(VENV)/.dev ## the tests of KV between hosts; installs the extra that the
 	$(PIP) install -q -c constraints.txt -e '.[nixl]'
 	$(PYTEST) -m "$(QUICK)" tests/kvtransfer/test_nixl.py tests/services/test_handover_nixl.py tests/e2e/test_nixl.py
 
+clients: $(VENV)/.dev ## other people's clients against real processes; builds an environment for each
+	$(BIN)/python scripts/clients.py
+	$(PYTEST) tests/clients
+
 gpu: $(VENV)/.dev ## the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
@@ -72,5 +76,5 @@ lock: ## renew constraints.txt from pyproject.toml
 	$(PYTHON) scripts/lock.py constraints.txt
 
 clean: ## remove what was built; the model cache stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
