@@ -32,6 +32,7 @@ class Mismatches:
     def __init__(self) -> None:
         """Nothing."""
         self.pages = 0  # all layers of a page counted as one; one that was sent again in vain counts twice
+        self.resent = 0  # of these, asked for again
         self.tickets = 0  # given up because what was sent again did not match either
 
 
@@ -204,6 +205,7 @@ class Reader:
         if arrival.round > 0 or arrival.drained:
             self.mismatches.tickets += 1
             return self._refuse(arrival, f"the digests of {len(wrong)} pages did not match")
+        self.mismatches.resent += len(wrong)
         arrival.resend = Resend(arrival.ticket.ticket, wrong, arrival.round)
         arrival.state, arrival.round, arrival.answered = ArrivalState.RESENT, arrival.round + 1, False
         return self._send(arrival.writer, arrival.resend)

@@ -41,7 +41,7 @@ def test_variables_and_commands() -> None:
      "requests cannot be served: no decode worker", "killing it", "its death cannot be proven from here",
      "requests are cut", "takes an address that is free", "no gateway answers at",
      "requests are being served already",
-     "the client reads too slowly"],
+     "the client reads too slowly", "did not arrive whole"],
 )  # fmt: skip
 def test_lines_that_processes_say(words: str) -> None:
     assert words in TEXT

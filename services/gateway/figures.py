@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from .admission import Admission
 from .fleet import Fleet
 from .generation import Finish
+from .transfer_figures import TransferFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -22,6 +23,7 @@ class Figures:
     def __init__(self, admission: Admission, fleet: Fleet) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_State(admission, fleet))
+        self._registry.register(TransferFigures(fleet))
         registry = self._registry
         self._responses = Counter(
             "twostroke_http_responses", "HTTP responses; 499: the client left.", ("path", "status"), registry=registry

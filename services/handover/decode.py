@@ -1,5 +1,6 @@
 """The decode side of the hand-over: `EngineCore` and `Reader` joined; reserved pages become tickets, then KV."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,13 +24,26 @@ from ...engine.request import (
     Work,
 )
 from ...errors import HandoverExpired, InvalidRequest, TwostrokeError
-from ...kvtransfer.messages import Arrived, FirstToken, FromReader, FromWriter, Instruction, Lost, Send, Unhold, Verify
+from ...kvtransfer.messages import (
+    Arrived,
+    FirstToken,
+    FromReader,
+    FromWriter,
+    Instruction,
+    Lost,
+    Resend,
+    Send,
+    Unhold,
+    Verify,
+)
 from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ...kvtransfer.reader import Reader
 from .handover import Emit, PeerAddress, Post, Traffic
 from .inbox import Inbox, always
 from .known_writers import KnownWriters
 from .link_events import WriterLinks
+
+log = logging.getLogger(__name__)
 
 _First: TypeAlias = tuple[Token, FinishReason | None]
 
@@ -236,6 +250,8 @@ class DecodeHandover:
         while todo:
             match todo.popleft():
                 case Send(peer=peer, message=message):
+                    if isinstance(message, Resend):
+                        log.warning("%d pages of %016x did not arrive whole: once more", len(message.ordinals), peer)
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Verify() as verify:
                     todo.extend(self._verify(verify))

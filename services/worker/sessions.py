@@ -119,6 +119,7 @@ class Sessions:
             pushed_pages=self._engine.handover.traffic.pages,
             tickets=self._engine.handover.traffic.tickets,
             damaged_pages=self._engine.handover.traffic.mismatches.pages,
+            resent_pages=self._engine.handover.traffic.mismatches.resent,
             preemptions=load.preemptions,
             damaged_tickets=self._engine.handover.traffic.mismatches.tickets,
             draining=self.draining,

@@ -57,7 +57,7 @@ async def test_all_damage_is_noticed_and_sent_again(
             assert await rig.result(key) == expected_tokens(prompt(seed), 6)
         await rig.whole()
         told = rig.d.handover.traffic.mismatches
-        assert (told.pages, told.tickets) == (len(faults.damaged), 0)
+        assert (told.pages, told.resent, told.tickets) == (len(faults.damaged), len(faults.damaged), 0)
         assert bool(faults.damaged) is (kind != LATE)
         assert bool(faults.delayed) is (kind in (LATE, "all"))
         assert not rig.p.failures
@@ -103,6 +103,7 @@ async def test_what_fails_twice_is_computed_anew(tmp_path: Path, monkeypatch: py
         told = rig.d.handover.traffic.mismatches
         assert told.tickets == given_up > 0
         assert told.pages == len(faults.damaged)
+        assert told.resent == sum(round_ == 0 for _, _, round_, _ in faults.damaged)
         assert max(round_ for _, _, round_, _ in faults.damaged) == 1  # sent again once, never twice
 
 
