@@ -39,6 +39,14 @@ class PermissionDenied(TwostrokeError):
     """Known credentials, but not enough for this (PERMISSION_DENIED)."""
 
 
+class RunningAlready(TwostrokeError):
+    """A request of that name is under way (ALREADY_EXISTS)."""
+
+
+class Unsupported(TwostrokeError):
+    """The protocol has it, but nobody here does it (UNIMPLEMENTED)."""
+
+
 class WrongState(TwostrokeError):
     """It cannot be done as things stand (FAILED_PRECONDITION)."""
 
