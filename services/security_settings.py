@@ -66,3 +66,5 @@ class DoorSecurity(BaseSettings):
     """A connection without calls is closed after so long, in seconds; 0: never."""
     connection_age_s: float = Field(0, ge=0, le=864_000, allow_inf_nan=False)
     """A connection takes no new calls after so long (running ones go on), in seconds; 0: it may for ever."""
+    keep_alive_s: float = Field(15, ge=0, le=3600, allow_inf_nan=False)
+    """A stream that is silent for so long gets a sign of life, so that proxies keep it, in seconds; 0: none."""

@@ -106,8 +106,9 @@ class Gateway:
 
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.lifecycle), self._server)
         settings = self._settings
+        inference = InferenceServicer(self.lifecycle, settings.keep_alive_s)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
         elsewhere = bool(settings.admin_listen)
         if not elsewhere:
             cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
@@ -139,6 +140,7 @@ class Gateway:
             serving=self._is_serving,
             authenticate=self.authenticator.authenticate,
             metrics=settings.metrics and not settings.metrics_listen,
+            keep_alive_s=settings.keep_alive_s,
         )
         tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
         listener = Listener(settings.http_place, tls, frozenset(settings.tls_client_names))

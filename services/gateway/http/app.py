@@ -22,10 +22,11 @@ def build_app(
     serving: Callable[[], bool],
     authenticate: Authenticate = no_check,
     metrics: bool = True,
+    keep_alive_s: float = 0,
 ) -> Router:
     """`max_body`: bytes of a request. `serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied.
-    `metrics`: whether `/metrics` is here."""
-    generate = Generate(lifecycle, max_body=max_body)
+    `metrics`: whether `/metrics` is here. `keep_alive_s`: see `Generate`."""
+    generate = Generate(lifecycle, max_body=max_body, keep_alive_s=keep_alive_s)
     tokenize = Tokenize(lifecycle, max_body=max_body)
     about = About(lifecycle.model, figures, serving)
 

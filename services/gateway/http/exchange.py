@@ -19,8 +19,7 @@ Scope: TypeAlias = Any
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
-QUIET_S = 15.0  # a stream that is silent for so long gets a comment: proxies end what looks dead
-_COMMENT = b": still working\n\n"
+_COMMENT = b": keep-alive\n\n"  # proxies end a stream that looks dead
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -100,17 +99,18 @@ class Exchange:
         return b"".join(parts)
 
     @asynccontextmanager
-    async def present(self, *, streams: bool) -> AsyncIterator[None]:
+    async def present(self, *, quiet_s: float = 0) -> AsyncIterator[None]:
         """The body is cancelled at once when the client leaves (ClientGone). To be entered when the request was read.
 
-        `streams`: silence is broken by comments.
+        `quiet_s`: a stream that was silent for so long gets a comment; 0: none.
         """
+        self._spoke = time.monotonic()
         scope = asyncio.timeout(None)
         left = False
 
         async def watch() -> None:
             nonlocal left
-            await self._watch(QUIET_S if streams else None)
+            await self._watch(quiet_s)
             left = True
             scope.reschedule(asyncio.get_running_loop().time())
 
@@ -130,15 +130,17 @@ class Exchange:
             if watcher is not None:
                 await asyncio.wait([watcher])
 
-    async def _watch(self, quiet_s: float | None) -> None:
+    async def _watch(self, quiet_s: float) -> None:
         """Until the client leaves."""
         while True:
+            left = self._spoke + quiet_s - time.monotonic() if quiet_s > 0 else None
+            if left is not None and left <= 0:
+                await self.write(_COMMENT)
+                continue
             try:
-                async with asyncio.timeout(quiet_s):
+                async with asyncio.timeout(left):
                     message = await self._receive()
             except TimeoutError:
-                if quiet_s is not None and time.monotonic() - self._spoke >= quiet_s / 2:
-                    await self.write(_COMMENT)
                 continue
             if message["type"] == "http.disconnect":
                 return

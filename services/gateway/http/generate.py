@@ -23,9 +23,10 @@ Source: TypeAlias = TextInput | TokenInput | ChatInput
 class Generate:
     """The two endpoints."""
 
-    def __init__(self, lifecycle: Lifecycle, *, max_body: int) -> None:
-        """`max_body`: bytes of a request."""
+    def __init__(self, lifecycle: Lifecycle, *, max_body: int, keep_alive_s: float) -> None:
+        """`max_body`: bytes of a request. `keep_alive_s`: see `Exchange.present`."""
         self._lifecycle = lifecycle
+        self._keep_alive_s = keep_alive_s
         self._model = lifecycle.model
         self._max_body = max_body
 
@@ -48,7 +49,7 @@ class Generate:
         )
         names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
         wants_ids = fields.return_token_ids or (fields.echo and fields.logprobs is not None)
-        async with exchange.present(streams=fields.stream):
+        async with exchange.present(quiet_s=self._keep_alive_s if fields.stream else 0):
             prompts = [await self._prompt(fields, source, ids=wants_ids) for source in sources]
             if wants_ids:
                 sources = [TokenInput(prompt.ids) for prompt in prompts]
@@ -76,7 +77,7 @@ class Generate:
             cache_salt=fields.cache_salt.encode(),
         )
         names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
-        async with exchange.present(streams=fields.stream):
+        async with exchange.present(quiet_s=self._keep_alive_s if fields.stream else 0):
             ids: list[int] = []
             if fields.return_token_ids:
                 ids = await self._lifecycle.tokenize(fields.model, source)

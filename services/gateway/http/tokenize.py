@@ -54,7 +54,7 @@ class Tokenize:
         exchange.chat = fields.prompt is None
         source: TextInput | ChatInput
         source = read_messages(fields.messages) if fields.prompt is None else TextInput(fields.prompt)
-        async with exchange.present(streams=False):
+        async with exchange.present():
             ids = await self._lifecycle.tokenize(fields.model, source)
             texts = await self._model.token_texts(ids) if fields.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self._model.context_length, "tokens": ids, "token_strs": texts}
@@ -66,6 +66,6 @@ class Tokenize:
         self._model.check_name(fields.model)
         exchange.renamed["input.token_ids.ids"] = "tokens"
         check_token_input(TokenInput(fields.tokens), self._model)
-        async with exchange.present(streams=False):
+        async with exchange.present():
             text = await self._model.text(fields.tokens, skip_special=False)
         await exchange.respond(200, to_json({"prompt": text}).encode("utf-8", "replace"))

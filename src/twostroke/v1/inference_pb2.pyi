@@ -453,8 +453,8 @@ class GenerateRequest(_message.Message):
     / whatever `n` is.
     """
     prompt_logprobs: _builtins.int
-    """/ Present: the first message of answer 0 carries the log-probability of each prompt token but the first, and of this many
-    / most likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
+    """/ Present: the first message of answer 0 with tokens carries the log-probability of each prompt token but the first, and of
+    / this many most likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
     / tokens times this plus one.
     """
     @_builtins.property
@@ -666,7 +666,9 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """/ A piece of the answer."""
+    """/ A piece of the answer. One without tokens, text and finish says that the request lives: it comes after `keep_alive_s` of
+    / silence (queue, a long prompt), for proxies that end what looks dead.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -687,7 +689,7 @@ class GenerateResponse(_message.Message):
     """/ Which of the `n` answers this belongs to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """/ The new tokens; usually one."""
+        """/ The new tokens; usually one, perhaps none."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -699,8 +701,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """/ In the first message of answer 0 where `prompt_logprobs` was asked for: one entry for each prompt token from the
-        / second on.
+        """/ In the first message of answer 0 with tokens where `prompt_logprobs` was asked for: one entry for each prompt token
+        / from the second on.
         """
 
     def __init__(

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,22 @@ import grpc
 import grpc.aio
 import pytest
 
-from twostroke.engine.request import Constraint, ConstraintKind
+from twostroke.engine.request import Constraint, ConstraintKind, FinishReason
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import InvalidRequest
-from twostroke.services.gateway.generation import Timings, TokenInput
-from twostroke.services.gateway.inference import read_input, read_sampling, time_left, write_logprob, write_timings
+from twostroke.services.gateway.generation import Finish, Piece, Timings, TokenInput
+from twostroke.services.gateway.inference import (
+    Places,
+    read_input,
+    read_sampling,
+    time_left,
+    write_logprob,
+    write_timings,
+)
 from twostroke.services.gateway.validation import MAX_MESSAGES
 from twostroke.v1 import inference_pb2 as pb
 
-from ..cluster import Cluster, cluster, field_of, refusal, text_request, token_ids, until
+from ..cluster import Cluster, cluster, field_of, refusal, retry_s, text_request, token_ids, until
 from ..stand_in_worker import Script, StandIn
 
 Code = grpc.StatusCode
@@ -255,6 +263,53 @@ async def test_what_no_worker_takes_is_refused(tiny_llama_dir: Path) -> None:
         error = await refusal(it.collect(text_request("x" * 64)))
         assert (error.code(), field_of(error)) == (Code.INVALID_ARGUMENT, "input")
         assert len(token_ids(await it.collect(text_request("x" * 60)))) == 4
+
+
+# Silence
+
+
+async def test_a_stream_that_waits_gets_messages_without_tokens(tiny_llama_dir: Path) -> None:
+    """Before token 0 and after it; whatever ends the request then is told as ever."""
+    prefill, decode = StandIn("prefill", "p0", Script(mute_after=0)), StandIn("decode", "d0", Script(mute_after=0))
+    async with cluster(tiny_llama_dir, prefill, decode, keep_alive_s=0.05, max_attempts=1) as it:
+        call = it.stub.Generate(text_request(n=2), timeout=60)
+        pieces = aiter(call)
+        for _ in range(3):
+            assert await anext(pieces) == pb.GenerateResponse()
+        call.cancel()
+        await it.idle()
+        decode.script.mute_after = 4
+        call = it.stub.Generate(text_request(n=2), timeout=60)
+        pieces, seen = aiter(call), [0, 0]
+        while True:
+            piece = await anext(pieces)
+            assert piece.first_index == seen[piece.sample]
+            seen[piece.sample] += len(piece.token_ids)
+            if seen == [4, 4] and not piece.token_ids:
+                break
+        assert piece == pb.GenerateResponse(first_index=4)
+        await decode.stop()
+        error = await refusal(drained(pieces))
+        assert error.code() is Code.UNAVAILABLE
+        assert retry_s(error) > 0
+
+
+async def drained(pieces: AsyncIterator[pb.GenerateResponse]) -> None:
+    """Reads to the end; only signs of life come."""
+    async for piece in pieces:
+        assert not piece.token_ids
+        assert not piece.HasField("finish")
+
+
+def test_signs_of_life_are_of_an_answer_that_goes_on() -> None:
+    places = Places()
+    assert places.sign() == pb.GenerateResponse()
+    places.note(Piece(first_index=0, token_ids=[5, 6], text="", logprobs=[]))
+    places.note(Piece(first_index=0, token_ids=[7], text="", logprobs=[], sample=1))
+    assert places.sign() == pb.GenerateResponse(first_index=2)
+    end = Finish(FinishReason.STOP, "", 1, 0, 3, Timings(), 0, "p", "d")
+    places.note(Piece(first_index=2, token_ids=[8], text="", logprobs=[], finish=end))
+    assert places.sign() == pb.GenerateResponse(sample=1, first_index=1)
 
 
 def test_small_conversions() -> None:

@@ -10,7 +10,6 @@ import httpx2
 import openai
 import pytest
 
-from twostroke.services.gateway.http import exchange
 from twostroke.services.gateway.served_model import ServedModel
 from twostroke.v1 import worker_pb2 as wpb
 
@@ -216,22 +215,24 @@ async def test_a_client_that_leaves_while_a_long_prompt_is_tokenized(
         assert not it.it.worker("d0").submits
 
 
-async def test_silence_is_broken_by_comments(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "QUIET_S", 0.05)
-    async with served(tiny_llama_dir, prefill(mute_after=0), decode(mute_after=0)) as it:
+async def test_silence_is_broken_by_comments(tiny_llama_dir: Path) -> None:
+    async with served(tiny_llama_dir, prefill(mute_after=0), decode(mute_after=0), keep_alive_s=0.05) as it:
         async with it.http.stream("POST", PATH, json=LONG) as response:
             assert response.status_code == 200
             lines = response.aiter_lines()
-            assert await anext(lines) == ": still working"
+            assert await anext(lines) == ": keep-alive"
             await anext(lines)
-            assert await anext(lines) == ": still working"
+            assert await anext(lines) == ": keep-alive"
         status = await it.refused(PATH, {"messages": USER}, x_request_timeout="0.2")  # a plain answer has no comments
         assert status[0] == 504
         response = await it.post(PATH, LONG, x_request_timeout="0.2")
         *comments, error, done, _ = response.text.split("\n\n")
-        assert set(comments) == {": still working"}
+        assert set(comments) == {": keep-alive"}
         assert "deadline_exceeded" in error
         assert done == "data: [DONE]"
+    async with served(tiny_llama_dir, prefill(mute_after=0), decode(mute_after=0), keep_alive_s=0) as it:
+        status = await it.refused(PATH, LONG, x_request_timeout="0.2")  # no comment went out before
+        assert status[0] == 504
 
 
 async def test_a_client_that_does_not_read_is_told_why_its_stream_ended(tiny_llama_dir: Path) -> None:
