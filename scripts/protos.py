@@ -1,4 +1,4 @@
-"""Generates twostroke.v1 from protos/ below the given folder (`make protos`: src)."""
+"""Generates the modules of protos/ below the given folder (`make protos`: src), all of them inside of twostroke."""
 
 import sys
 import sysconfig
@@ -7,6 +7,8 @@ from pathlib import Path
 from grpc_tools import protoc
 
 PROTOS = Path(__file__).parent.parent / "protos"
+PACKAGES = {"twostroke/v1": "twostroke/v1", "inference": "twostroke/oip"}
+"""Folder of .proto files and folder of their modules: protocols of others keep their names on the wire, not in Python."""
 
 
 def generate(target: Path) -> None:
@@ -16,8 +18,9 @@ def generate(target: Path) -> None:
     plugins = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     outputs = [f"--python_out={target}", f"--grpc_python_out={target}", f"--mypy_out={target}"]
     outputs.append(f"--mypy_grpc_out=only_async:{target}")
-    sources = sorted(str(path) for path in PROTOS.glob("twostroke/v1/*.proto"))
-    if status := protoc.main(["protoc", f"-I{PROTOS}", *plugins, *outputs, *sources]):
+    paths = [f"-I{package}={PROTOS / folder}" for folder, package in PACKAGES.items()]
+    sources = sorted(str(path) for folder in PACKAGES for path in (PROTOS / folder).glob("*.proto"))
+    if status := protoc.main(["protoc", *paths, *plugins, *outputs, *sources]):
         raise SystemExit(status)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROTOS = sorted((ROOT / "protos" / "twostroke" / "v1").glob("*.proto"))
+PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
+PACKAGES = ("v1", "oip")
 NAMED = r"(?:service|message|enum|rpc|oneof)\s+\w+"
 FIELD = r"(?:optional\s+|repeated\s+)?[\w.<>, ]+\s+\w+\s*=\s*\d+\s*(?:\[.*\])?;"
 VALUE = r"[A-Z]\w*\s*=\s*\d+;"
@@ -16,14 +17,23 @@ DECLARATION = re.compile(rf"^\s*(?:{NAMED}|{FIELD}|{VALUE})")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 
+def modules(folder: Path) -> dict[str, bytes]:
+    """The generated files below a folder, by package and name."""
+    return {
+        f"{package}/{path.name}": path.read_bytes()
+        for package in PACKAGES
+        for path in (folder / package).iterdir()
+        if GENERATED.search(path.name)
+    }
+
+
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "protos.py"), str(tmp_path)], check=True, capture_output=True
     )
-    made = {path.name: path.read_bytes() for path in (tmp_path / "twostroke" / "v1").iterdir()}
-    kept = ROOT / "src" / "twostroke" / "v1"
-    committed = {path.name: path.read_bytes() for path in kept.iterdir() if GENERATED.search(path.name)}
+    made = modules(tmp_path / "twostroke")
+    committed = modules(ROOT / "src" / "twostroke")
     assert made.keys() == committed.keys()
     assert len(made) == 4 * len(PROTOS)
     for name, content in made.items():

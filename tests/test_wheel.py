@@ -41,9 +41,10 @@ def test_every_module_is_inside(wheel: Path) -> None:
         }
         for path in (ROOT / "src" / "twostroke").glob("*.py"):
             wanted[f"twostroke/{path.name}"] = path.read_bytes()
-        for path in (ROOT / "src" / "twostroke" / "v1").glob("*.py*"):
-            if path.suffix in (".py", ".pyi"):
-                wanted[f"twostroke/v1/{path.name}"] = path.read_bytes()
+        for package in ("v1", "oip"):
+            for path in (ROOT / "src" / "twostroke" / package).glob("*.py*"):
+                if path.suffix in (".py", ".pyi"):
+                    wanted[f"twostroke/{package}/{path.name}"] = path.read_bytes()
         assert not wanted.keys() - names
         for name, content in wanted.items():
             assert archive.read(name) == content, name

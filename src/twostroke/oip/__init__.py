@@ -1,0 +1,1 @@
+"""Generated from protos/inference, the Open Inference Protocol; `make protos` renews it."""
