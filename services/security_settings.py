@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from .security.limits import LEAST_URGENT, MOST_AT_ONCE, MOST_PER_MINUTE, MOST_URGENT
 from .setting_kinds import Names
 
 
@@ -52,8 +53,18 @@ class DoorSecurity(BaseSettings):
     """Claim of a token that names its tenant."""
     jwt_admin_scope: str = Field("twostroke:admin", max_length=128)
     """Scope (`scope` or `scp`) of tokens that may give orders to the cluster; empty: none may."""
-    tenant_requests: int = Field(0, ge=0, le=1_000_000)
+    jwt_limits_claim: str = Field("twostroke_limits", max_length=128)
+    """Claim of a token with its tenant's limits, an object; empty: none. What the file of keys says goes first."""
+    tenant_requests: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """Requests of one tenant at once, where its key does not say; 0: as many as `max_queue`."""
+    tenant_requests_per_minute: int = Field(0, ge=0, le=MOST_PER_MINUTE)
+    """Requests of one tenant a minute, where its key does not say; 0: any number."""
+    tenant_input_tokens_per_minute: int = Field(0, ge=0, le=MOST_PER_MINUTE)
+    """Prompt tokens of one tenant a minute, where its key does not say; 0: any number."""
+    tenant_output_tokens_per_minute: int = Field(0, ge=0, le=MOST_PER_MINUTE)
+    """Generated tokens of one tenant a minute, where its key does not say; 0: any number."""
+    tenant_priority: int = Field(0, ge=MOST_URGENT, le=LEAST_URGENT)
+    """Most urgent (lowest) `priority` that a tenant may ask for, where its key does not say."""
     reflection: bool = True
     """Serve gRPC's reflection, by which clients learn the API's messages."""
     metrics: bool = True

@@ -15,6 +15,7 @@ from twostroke.services.configure import load_up
 from twostroke.services.describe import SECTIONS
 from twostroke.services.gateway.security import authenticator, door_credentials
 from twostroke.services.security.cluster import cluster_dialer, worker_credentials
+from twostroke.services.security.limits import RANGES
 from twostroke.services.supervisor.up import plan
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,7 @@ async def test_the_example_makes_settings_that_hold(folder: Path) -> None:
         auth.authenticate([("authorization", f"Bearer {(folder / name).read_text().strip()}")])
         for name in ("acme.key", "ops.key")
     )
-    assert (acme.name, acme.admin, acme.max_requests) == ("acme", False, 32)
+    assert (acme.name, acme.admin, acme.limits.max_requests) == ("acme", False, 32)
     assert (ops.name, ops.admin) == ("ops", True)
     stack = plan(up, gateway.model_copy(update={"listen": "127.0.0.1:0", "http_listen": ""}), worker)
     assert stack.gateway.health_address == "127.0.0.1:50052"
@@ -63,7 +64,7 @@ def test_names() -> None:
     plain = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", plain)) <= flags
     fields = {name for schema in SECTIONS.values() for name in schema.model_fields}
-    of_keys = {"max_requests", "cache_salt", "api_key"}
+    of_keys = {"cache_salt", "api_key", *RANGES}
     named = set(re.findall(r"`([a-z]+_[a-z_]+)(?: = [^`]*)?`", plain))
     assert len(named) > 15
     assert named <= fields | of_keys

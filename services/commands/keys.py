@@ -7,9 +7,15 @@ from pathlib import Path
 import click
 
 from ...errors import ConfigError
-from ..security.api_keys import MAX_REQUESTS, new_key
+from ..security.api_keys import new_key
+from ..security.limits import LEAST_URGENT, MOST_AT_ONCE, MOST_PER_MINUTE, MOST_URGENT, Limits
 
 DAY_S = 86_400.0
+_RATE = click.IntRange(0, MOST_PER_MINUTE)
+
+
+def _a_minute(what: str) -> str:
+    return f"{what} of the tenant a minute; 0: any number.  [default: the gateway's setting of that name]"
 
 
 @click.group()
@@ -28,10 +34,20 @@ def keys() -> None:
 @click.option("--admin", is_flag=True, help="It may also give orders to the cluster: list, drain, roles.")
 @click.option(
     "--max-requests",
-    type=click.IntRange(0, MAX_REQUESTS),
+    type=click.IntRange(0, MOST_AT_ONCE),
     default=None,
     metavar="N",
     help="Requests of the tenant at once; 0: no limit of its own.  [default: the gateway's --tenant-requests]",
+)
+@click.option("--requests-per-minute", type=_RATE, default=None, metavar="N", help=_a_minute("Requests"))
+@click.option("--input-tokens-per-minute", type=_RATE, default=None, metavar="N", help=_a_minute("Prompt tokens"))
+@click.option("--output-tokens-per-minute", type=_RATE, default=None, metavar="N", help=_a_minute("Generated tokens"))
+@click.option(
+    "--priority",
+    type=click.IntRange(MOST_URGENT, LEAST_URGENT),
+    default=None,
+    metavar="N",
+    help="Most urgent (lowest) priority that it may ask for.  [default: the gateway's --tenant-priority]",
 )
 @click.option("--days", type=click.FloatRange(0.001, 36_500), default=None, help="It holds for so long; default: ever.")
 @click.option(
@@ -41,7 +57,7 @@ def keys() -> None:
     metavar="FILE",
     help="Append the line to this file (made if need be) and print the key alone.",
 )
-def new(tenant: str, admin: bool, max_requests: int | None, days: float | None, file: Path | None) -> None:
+def new(tenant: str, admin: bool, days: float | None, file: Path | None, **limits: int | None) -> None:
     """Print a new key, and the line that the gateway's file needs to know it.
 
     The key is seen here and never again: the line holds its salted hash. A running gateway reads the file again within
@@ -52,7 +68,7 @@ def new(tenant: str, admin: bool, max_requests: int | None, days: float | None, 
       twostroke keys new --tenant acme --max-requests 32
     """
     expires = None if days is None else time.time() + days * DAY_S
-    key, kept = new_key(tenant, admin=admin, max_requests=max_requests, expires=expires)
+    key, kept = new_key(tenant, admin=admin, limits=Limits(**limits), expires=expires)
     if file is None:
         click.echo(f"key (give it to the tenant; it is not shown again):\n  {key}\nline for the file of --api-keys:")
         click.echo(kept.line())

@@ -1,12 +1,12 @@
 """How many requests are inside at once: a count, and a refusal at once when it is reached."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...errors import Overloaded, Unavailable
 from ..security.tenant import ANYONE, Tenant
+from .ledger import Ledger, LocalLedger
 
 RETRY_S = 1.0
 
@@ -14,10 +14,11 @@ RETRY_S = 1.0
 class Admission:
     """One loop owns it."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, ledger: Ledger | None = None) -> None:
+        """`ledger`: what tenants have taken; None: one of this process alone."""
         self._limit = limit
         self._inside = 0
-        self._of_tenants: Counter[str] = Counter()  # of those with a limit of their own, while they have any
+        self.ledger = LocalLedger() if ledger is None else ledger
         self._open = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -55,24 +56,18 @@ class Admission:
     @contextmanager
     def _of_tenant(self, places: int, tenant: Tenant) -> Iterator[None]:
         """Its own limit: one tenant must not fill the gateway for the others."""
-        if not tenant.max_requests:
-            yield
-            return
-        places = min(places, tenant.max_requests)
-        inside = self._of_tenants[tenant.name]
-        if inside + places > tenant.max_requests:
+        places = min(places, tenant.limits.max_requests or places)
+        refusal = self.ledger.acquire(tenant, places)
+        if refusal is not None:
             raise Overloaded(
-                f"{inside} requests of tenant {tenant.name!r} are being served already, of {tenant.max_requests} that "
-                "it may have at once",
+                f"{refusal.inside} requests of tenant {tenant.name!r} are being served already, of {refusal.limit} "
+                "that it may have at once",
                 retry_after_s=RETRY_S,
             )
-        self._of_tenants[tenant.name] += places
         try:
             yield
         finally:
-            self._of_tenants[tenant.name] -= places
-            if self._of_tenants[tenant.name] <= 0:
-                del self._of_tenants[tenant.name]
+            self.ledger.release(tenant, places)
 
     def close(self) -> None:
         """Admits nothing from now on."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...errors import Unauthenticated
 from ..security.api_keys import FIELD, PREFIX, KeyRing, read_keys
+from ..security.limits import UNLIMITED, Limits
 from ..security.tenant import ANYONE, Tenant
 from ..security.watched_file import WatchedFiles
 
@@ -39,16 +40,16 @@ class Authenticator:
         keys: Path | None = None,
         tokens: TokenCheck | None = None,
         *,
-        default_requests: int = 0,
+        default: Limits = UNLIMITED,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keys`: a file of keys; ConfigError where it will not do. `default_requests`: answers at once of a tenant for
-        which the file names no limit; 0: no limit of its own. `clock`: seconds since 1970."""
+        """`keys`: a file of keys; ConfigError where it will not do. `default`: limits of tenants for which
+        neither the file nor a token says others. `clock`: seconds since 1970."""
         self._keys: WatchedFiles[KeyRing] | None = None
         if keys is not None:
             self._keys = WatchedFiles({FIELD: keys}, lambda files: read_keys(files[FIELD], str(keys)))
         self._tokens = tokens
-        self._default_requests = default_requests
+        self._default = default
         self._clock = clock
 
     @property
@@ -73,12 +74,12 @@ class Authenticator:
     def _check(self, credentials: str) -> Tenant:
         if self._keys is not None and (self._tokens is None or credentials.startswith(PREFIX)):
             ring = self._keys.get()
-            return ring.tenant(ring.find(credentials, self._clock()), self._default_requests)
+            return ring.tenant(ring.find(credentials, self._clock()), self._default)
         if self._tokens is None:
             raise Unauthenticated(f"no credentials: {WANTED}")
         bearer = self._tokens.check(credentials)
-        limit = self._keys.get().max_requests(bearer.tenant) if self._keys is not None else None
-        return Tenant(bearer.tenant, bearer.admin, self._default_requests if limit is None else limit)
+        said = self._keys.get().limits(bearer.tenant) if self._keys is not None else UNLIMITED
+        return Tenant(bearer.tenant, bearer.admin, said.over(bearer.limits.over(self._default)))
 
 
 def _text(value: str | bytes) -> str:

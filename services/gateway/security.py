@@ -8,6 +8,7 @@ from ...errors import ConfigError
 from ..grpc_setup import connection_limits, create_server
 from ..interceptor import ErrorInterceptor
 from ..security.cluster import is_local
+from ..security.limits import Limits
 from ..security.peer_names import PeerNames
 from ..security.tls import TlsFiles, server_credentials
 from ..settings import GatewaySettings
@@ -19,7 +20,18 @@ logger = logging.getLogger(__name__)
 
 def authenticator(settings: GatewaySettings) -> Authenticator:
     """Of all doors. ConfigError where keys or tokens cannot be checked as asked."""
-    return Authenticator(settings.api_keys, _tokens(settings), default_requests=settings.tenant_requests)
+    return Authenticator(settings.api_keys, _tokens(settings), default=_tenant_limits(settings))
+
+
+def _tenant_limits(settings: GatewaySettings) -> Limits:
+    """Of tenants for which nothing else is said."""
+    return Limits(
+        max_requests=settings.tenant_requests,
+        requests_per_minute=settings.tenant_requests_per_minute,
+        input_tokens_per_minute=settings.tenant_input_tokens_per_minute,
+        output_tokens_per_minute=settings.tenant_output_tokens_per_minute,
+        priority=settings.tenant_priority,
+    )
 
 
 def _tokens(settings: GatewaySettings) -> TokenCheck | None:
@@ -31,7 +43,13 @@ def _tokens(settings: GatewaySettings) -> TokenCheck | None:
             raise ConfigError(message, field=name)
     from ..security.signed_tokens import Expected, SignedTokens  # an extra, which not every gateway needs
 
-    expected = Expected(settings.jwt_audience, settings.jwt_issuer, settings.jwt_tenant_claim, settings.jwt_admin_scope)
+    expected = Expected(
+        settings.jwt_audience,
+        settings.jwt_issuer,
+        settings.jwt_tenant_claim,
+        settings.jwt_admin_scope,
+        settings.jwt_limits_claim,
+    )
     return SignedTokens(settings.jwt_keys, expected)
 
 

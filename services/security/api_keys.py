@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...errors import ConfigError, Unauthenticated
+from .limits import RANGES, UNLIMITED, Limits
 from .tenant import NAME, Tenant
 
 PREFIX = "tsk_"
@@ -26,20 +27,21 @@ _HASH = re.compile(r"sha256\$([0-9a-f]{32})\$([0-9a-f]{64})", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _TENANT = re.compile(NAME, re.ASCII)
 _NO_SALT, _NO_DIGEST = b"\0" * 16, b"\0" * 32
-MAX_REQUESTS = 1_000_000
-_MEMBERS = frozenset({"id", "hash", "tenant", "admin", "max_requests", "expires"})
+_NEEDED = frozenset({"id", "hash", "tenant"})
+_MEMBERS = _NEEDED | {"admin", "expires"} | RANGES.keys()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What the file keeps of a key. `expires`: seconds since 1970. `max_requests` None: the gateway's default."""
+    """What the file keeps of a key. `expires`: seconds since 1970. `limits`: of its tenant; what they do not say is the
+    gateway's default."""
 
     id: str
     salt: bytes
     digest: bytes
     tenant: str
     admin: bool = False
-    max_requests: int | None = None
+    limits: Limits = UNLIMITED
     expires: float | None = None
 
     def line(self) -> str:
@@ -47,7 +49,7 @@ class ApiKey:
         values: dict[str, Any] = {"id": self.id, "tenant": self.tenant}
         values |= {"hash": f"sha256${self.salt.hex()}${self.digest.hex()}"}
         values |= {"admin": True} if self.admin else {}
-        values |= {"max_requests": self.max_requests} if self.max_requests is not None else {}
+        values |= self.limits.said()
         if self.expires is not None:
             values["expires"] = datetime.fromtimestamp(self.expires, UTC).isoformat()
         return json.dumps(values)
@@ -59,13 +61,13 @@ def digest_of(salt: bytes, key: str) -> bytes:
 
 
 def new_key(
-    tenant: str, *, admin: bool = False, max_requests: int | None = None, expires: float | None = None
+    tenant: str, *, admin: bool = False, limits: Limits = UNLIMITED, expires: float | None = None
 ) -> tuple[str, ApiKey]:
     """A key, which is to be seen once, and what the file keeps. ConfigError for a name that will not do."""
     _check_tenant(tenant)
     identity, salt = secrets.token_hex(6), secrets.token_bytes(16)
     key = f"{PREFIX}{identity}_{secrets.token_urlsafe(32)}"
-    return key, ApiKey(identity, salt, digest_of(salt, key), tenant, admin, max_requests, expires)
+    return key, ApiKey(identity, salt, digest_of(salt, key), tenant, admin, limits, expires)
 
 
 class KeyRing:
@@ -73,14 +75,16 @@ class KeyRing:
 
     def __init__(self, keys: Mapping[str, ApiKey]) -> None:
         self._keys = keys
-        self._limits = {key.tenant: key.max_requests for key in keys.values() if key.max_requests is not None}
+        self._limits: dict[str, Limits] = {}
+        for key in keys.values():
+            self._limits[key.tenant] = self.limits(key.tenant).over(key.limits)
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def max_requests(self, tenant: str) -> int | None:
-        """The limit that the file sets for a tenant, whatever credentials it comes with."""
-        return self._limits.get(tenant)
+    def limits(self, tenant: str) -> Limits:
+        """Those that the file sets for a tenant, in any of its lines, whatever credentials it comes with."""
+        return self._limits.get(tenant, UNLIMITED)
 
     def find(self, presented: str, now: float) -> ApiKey:
         """The key that was presented; `now`: seconds since 1970. Unauthenticated where it is none of these.
@@ -97,10 +101,9 @@ class KeyRing:
             raise Unauthenticated("the API key has expired")
         return known
 
-    def tenant(self, key: ApiKey, default_requests: int) -> Tenant:
+    def tenant(self, key: ApiKey, default: Limits) -> Tenant:
         """On whose behalf the bearer of this key acts."""
-        limit = self.max_requests(key.tenant)
-        return Tenant(key.tenant, key.admin, default_requests if limit is None else limit)
+        return Tenant(key.tenant, key.admin, self.limits(key.tenant).over(default))
 
 
 def read_keys(content: bytes, source: str) -> KeyRing:
@@ -109,7 +112,7 @@ def read_keys(content: bytes, source: str) -> KeyRing:
     ConfigError names the line, never what stands in it: it may be a key that was put there by mistake.
     """
     keys: dict[str, ApiKey] = {}
-    limits: dict[str, int] = {}
+    limits: dict[tuple[str, str], int] = {}
     for number, raw in enumerate(content.split(b"\n"), start=1):
         line = raw.strip()
         if not line or line.startswith(b"#"):
@@ -118,8 +121,9 @@ def read_keys(content: bytes, source: str) -> KeyRing:
             key = _read_line(line)
             if key.id in keys:
                 raise ValueError("its id stands in an earlier line")
-            if key.max_requests is not None and limits.setdefault(key.tenant, key.max_requests) != key.max_requests:
-                raise ValueError("max_requests differs from an earlier line's for the same tenant")
+            for name, value in key.limits.said().items():
+                if limits.setdefault((key.tenant, name), value) != value:
+                    raise ValueError(f"{name} differs from an earlier line's for the same tenant")
         except ValueError as error:
             raise ConfigError(f"{FIELD}: {source}, line {number}: {error}", field=FIELD) from None
         keys[key.id] = key
@@ -133,9 +137,9 @@ def _read_line(line: bytes) -> ApiKey:
         values = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("not a JSON object: takes a line that `twostroke keys new` printed") from None
-    if not isinstance(values, dict) or not {"id", "hash", "tenant"} <= values.keys() or values.keys() - _MEMBERS:
-        raise ValueError("takes id, hash and tenant, and perhaps admin, max_requests and expires")
-    identity, admin, limit = values["id"], values.get("admin", False), values.get("max_requests")
+    if not isinstance(values, dict) or not values.keys() >= _NEEDED or values.keys() - _MEMBERS:
+        raise ValueError(f"takes id, hash and tenant, and perhaps admin, expires, {', '.join(RANGES)}")
+    identity, admin = values["id"], values.get("admin", False)
     match = _HASH.fullmatch(values["hash"]) if isinstance(values["hash"], str) else None
     if match is None or not isinstance(identity, str) or not _ID.fullmatch(identity):
         raise ValueError("its id or its hash has not the form that `twostroke keys new` prints")
@@ -143,10 +147,9 @@ def _read_line(line: bytes) -> ApiKey:
         raise ValueError("tenant takes up to 128 letters, digits and . _ - @ : |")
     if not isinstance(admin, bool):
         raise ValueError("admin takes true or false")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_REQUESTS):
-        raise ValueError(f"max_requests takes a whole number from 0 to {MAX_REQUESTS}")
     salt, digest = bytes.fromhex(match[1]), bytes.fromhex(match[2])
-    return ApiKey(identity, salt, digest, values["tenant"], admin, limit, _read_time(values.get("expires")))
+    limits, expires = Limits.read(values), _read_time(values.get("expires"))
+    return ApiKey(identity, salt, digest, values["tenant"], admin, limits, expires)
 
 
 def _read_time(value: object) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...errors import ConfigError, PermissionDenied, Unauthenticated
+from .limits import RANGES, UNLIMITED, Limits
 from .tenant import NAME
 from .watched_file import WatchedFiles
 
@@ -32,12 +33,14 @@ PublicKey: TypeAlias = "rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.E
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a token must say. `tenant_claim`: the claim that names the tenant. `admin_scope`: the scope of admins."""
+    """What a token must say. `tenant_claim`: the claim that names the tenant. `admin_scope`: the scope of admins.
+    `limits_claim`: the claim that holds the tenant's limits; empty: none does."""
 
     audience: str
     issuer: str
     tenant_claim: str = "sub"
     admin_scope: str = "twostroke:admin"
+    limits_claim: str = "twostroke_limits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Bearer:
 
     tenant: str
     admin: bool
+    limits: Limits = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,21 @@ class SignedTokens:
             raise PermissionDenied(f"the token's claim {self._expected.tenant_claim!r} does not name a tenant")
         scopes = claims.get("scope", claims.get("scp", ""))
         words = scopes.split() if isinstance(scopes, str) else scopes if isinstance(scopes, list) else ()
-        return Bearer(tenant, bool(self._expected.admin_scope) and self._expected.admin_scope in words)
+        admin = bool(self._expected.admin_scope) and self._expected.admin_scope in words
+        return Bearer(tenant, admin, self._limits(claims))
+
+    def _limits(self, claims: Mapping[str, Any]) -> Limits:
+        """A claim that cannot be read is refused: without it the tenant would have none of its limits."""
+        name = self._expected.limits_claim
+        values = claims.get(name) if name else None
+        if values is None:
+            return UNLIMITED
+        try:
+            if not isinstance(values, dict) or values.keys() - RANGES.keys():
+                raise ValueError(f"takes an object with {', '.join(RANGES)}")
+            return Limits.read(values)
+        except ValueError as error:
+            raise PermissionDenied(f"the token's claim {name!r}: {error}") from None
 
 
 def _why(error: "jwt.PyJWTError") -> str:

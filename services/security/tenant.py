@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ...errors import PermissionDenied
+from .limits import UNLIMITED, Limits
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@|:\-]{0,127}"
 """What a tenant's name looks like."""
@@ -15,11 +16,11 @@ _SALT_DOMAIN = b"twostroke tenant\0"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`max_requests`: answers at once in a gateway; 0: as many as the gateway takes at all."""
+    """`name`: empty where nobody is told apart."""
 
     name: str
     admin: bool = False
-    max_requests: int = 0
+    limits: Limits = UNLIMITED
 
     def cache_salt(self, wanted: bytes = b"") -> bytes:
         """The prefix-cache salt of a request that asked for the salt `wanted`: 32 bytes, or `wanted` where nobody is

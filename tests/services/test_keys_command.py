@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from twostroke.services.cli import main
 from twostroke.services.gateway.auth import Authenticator
+from twostroke.services.security.limits import Limits
 from twostroke.services.security.tenant import Tenant
 
 
@@ -17,7 +18,8 @@ def run(*words: str) -> Result:
 
 
 def test_it_prints_the_key_and_the_line(tmp_path: Path) -> None:
-    done = run("--tenant", "acme", "--max-requests", "7", "--admin")
+    limits = ("--max-requests", "7", "--output-tokens-per-minute", "900", "--priority", "-2")
+    done = run("--tenant", "acme", *limits, "--admin")
     assert done.exit_code == 0
     lines = done.output.splitlines()
     key, line = lines[1].strip(), lines[3]
@@ -25,7 +27,7 @@ def test_it_prints_the_key_and_the_line(tmp_path: Path) -> None:
     assert key.rpartition("_")[2] not in line
     (tmp_path / "keys").write_text(line)
     found = Authenticator(tmp_path / "keys").authenticate([("authorization", f"Bearer {key}")])
-    assert found == Tenant("acme", True, 7)
+    assert found == Tenant("acme", True, Limits(max_requests=7, output_tokens_per_minute=900, priority=-2))
 
 
 def test_it_appends_to_a_file_that_others_cannot_read(tmp_path: Path) -> None:

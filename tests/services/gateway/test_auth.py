@@ -9,6 +9,7 @@ from twostroke.errors import ConfigError, PermissionDenied, Unauthenticated
 from twostroke.services.gateway.auth import Authenticator
 from twostroke.services.gateway.security import authenticator
 from twostroke.services.security.api_keys import new_key
+from twostroke.services.security.limits import Limits
 from twostroke.services.security.signed_tokens import Bearer
 from twostroke.services.security.tenant import ANYONE, Tenant
 from twostroke.services.settings import GatewaySettings
@@ -28,8 +29,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def key_in(path: Path, tenant: str = "acme", **more: int) -> str:
-    key, kept = new_key(tenant, **more)
+def key_in(path: Path, tenant: str = "acme", expires: float | None = None, **limits: int) -> str:
+    key, kept = new_key(tenant, expires=expires, limits=Limits(**limits))
     with path.open("a") as file:
         file.write(kept.line() + "\n")
     return key
@@ -47,7 +48,7 @@ def test_without_keys_everybody_is_anyone() -> None:
 def test_headers_of_every_protocol(path: Path, name: str, scheme: str) -> None:
     key = key_in(path, max_requests=3)
     auth = Authenticator(path)
-    wanted = Tenant("acme", False, 3)
+    wanted = Tenant("acme", False, Limits(max_requests=3))
     assert auth.authenticate([("x", "y"), (name, scheme + key)]) == wanted
     assert auth.authenticate([(name.encode(), (scheme + key).encode()), (b"x", b"\xff")]) == wanted
     assert auth.authenticate([(name, (scheme + key).encode())]) == wanted
@@ -86,10 +87,11 @@ def test_two_credentials_are_one_too_many(path: Path) -> None:
 
 def test_tokens_beside_keys_and_alone(path: Path) -> None:
     key = key_in(path, max_requests=2)
-    both, alone = Authenticator(path, Tokens()), Authenticator(None, Tokens(), default_requests=7)
-    assert both.authenticate([("authorization", f"Bearer {key}")]) == Tenant("acme", False, 2)
-    assert both.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, 2)  # the file's limit
-    assert alone.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, 7)
+    both, alone = Authenticator(path, Tokens()), Authenticator(None, Tokens(), default=Limits(max_requests=7))
+    of_file = Limits(max_requests=2)
+    assert both.authenticate([("authorization", f"Bearer {key}")]) == Tenant("acme", False, of_file)
+    assert both.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, of_file)
+    assert alone.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, Limits(max_requests=7))
     for auth in (both, alone):
         with pytest.raises(Unauthenticated):
             auth.authenticate([("authorization", f"Bearer {new_key('acme')[0]}")])
@@ -127,7 +129,7 @@ def test_made_of_settings(tmp_path: Path, path: Path) -> None:
     assert not authenticator(settings()).enabled
     key = key_in(path)
     made = authenticator(settings(api_keys=path, tenant_requests=5))
-    assert made.authenticate([("authorization", f"Bearer {key}")]).max_requests == 5
+    assert made.authenticate([("authorization", f"Bearer {key}")]).limits.max_requests == 5
     with pytest.raises(ConfigError, match="api_keys: cannot read"):
         authenticator(settings(api_keys=tmp_path / "none"))
     for given in ({}, {"jwt_audience": "a"}, {"jwt_issuer": "i"}):

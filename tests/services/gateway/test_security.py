@@ -20,6 +20,8 @@ from twostroke.services.gateway.gateway import Gateway, load_model
 from twostroke.services.gateway.security import door_credentials
 from twostroke.services.grpc_setup import open_channel
 from twostroke.services.security.api_keys import new_key
+from twostroke.services.security.limits import Limits
+from twostroke.services.security.tenant import Tenant
 from twostroke.services.settings import GatewaySettings
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc
 from twostroke.v1 import inference_pb2 as pb
@@ -41,8 +43,8 @@ class Keys:
         self.add("umbrella")
         self.add("ops", admin=True)
 
-    def add(self, tenant: str, **more: Any) -> None:
-        self.of[tenant], kept = new_key(tenant, **more)
+    def add(self, tenant: str, *, admin: bool = False, **limits: int) -> None:
+        self.of[tenant], kept = new_key(tenant, admin=admin, limits=Limits(**limits))
         with self.path.open("a") as file:
             file.write(kept.line() + "\n")
 
@@ -169,7 +171,7 @@ async def test_a_tenant_s_requests_at_once_are_bounded(tiny_llama_dir: Path, key
         for call in (*held, *others, again):
             call.cancel()
         await it.idle()
-        assert not it.gateway.admission._of_tenants
+        assert not it.gateway.admission.ledger.inside(Tenant("acme"))
 
 
 async def test_a_withdrawn_key_ends_with_its_next_call(

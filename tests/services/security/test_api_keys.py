@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from twostroke.errors import ConfigError, Unauthenticated
 from twostroke.services.security import api_keys
 from twostroke.services.security.api_keys import INVALID, KeyRing, new_key, read_keys
+from twostroke.services.security.limits import Limits
 
 
 def ring(*lines: str) -> KeyRing:
@@ -19,13 +20,13 @@ def ring(*lines: str) -> KeyRing:
 
 
 def test_a_key_is_found_by_what_its_line_keeps() -> None:
-    pairs = [new_key(f"tenant-{i}", admin=i == 1, max_requests=i or None) for i in range(5)]
+    pairs = [new_key(f"tenant-{i}", admin=i == 1, limits=Limits(max_requests=i or None)) for i in range(5)]
     keys = ring("# ours", "", *(kept.line() for _, kept in pairs), "")
     assert len(keys) == 5
     for i, (key, kept) in enumerate(pairs):
         assert keys.find(key, 0) == kept
-        tenant = keys.tenant(kept, 9)
-        assert (tenant.name, tenant.admin, tenant.max_requests) == (f"tenant-{i}", i == 1, i or 9)
+        tenant = keys.tenant(kept, Limits(max_requests=9))
+        assert (tenant.name, tenant.admin, tenant.limits.max_requests) == (f"tenant-{i}", i == 1, i or 9)
 
 
 def test_the_line_does_not_hold_the_key() -> None:
@@ -137,6 +138,10 @@ def line(**changes: Any) -> str:
         line(max_requests=-1),
         line(max_requests=True),
         line(max_requests=1.5),
+        line(requests_per_minute="7"),
+        line(input_tokens_per_minute=10**10),
+        line(output_tokens_per_minute=-1),
+        line(priority=1 << 31),
         line(max_request=3),
         line(expires="soon"),
         line(expires="2027-01-31T00:00:00"),
@@ -146,7 +151,7 @@ def line(**changes: Any) -> str:
 def test_a_wrong_line_is_named_and_never_quoted(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"^api_keys: keys.jsonl, line 2: ") as refused:
         ring(line(), bad)
-    assert len(refused.value.message) < 160
+    assert len(refused.value.message) < 200
     assert refused.value.field == "api_keys"
     assert "secret" not in refused.value.message
 
@@ -158,8 +163,8 @@ def test_lines_must_agree() -> None:
     with pytest.raises(ConfigError, match="line 2: max_requests differs"):
         ring(first, line(max_requests=4))
     keys = ring(first, line(), line(max_requests=3))
-    assert keys.max_requests("acme") == 3
-    assert keys.max_requests("other") is None
+    assert keys.limits("acme") == Limits(max_requests=3)
+    assert keys.limits("other") == Limits()
 
 
 def test_a_file_without_a_key_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from twostroke.errors import PermissionDenied
 from twostroke.services.gateway.generation import GenerationRequest, TextInput
+from twostroke.services.security.limits import Limits
 from twostroke.services.security.tenant import ANYONE, Tenant, current_tenant, serve_as, serving
 
 
@@ -19,7 +20,7 @@ def test_salts_of_tenants_never_meet() -> None:
 
 
 def test_a_tenant_s_salt_does_not_depend_on_its_key_or_limits() -> None:
-    assert Tenant("a", admin=True, max_requests=3).cache_salt(b"x") == Tenant("a").cache_salt(b"x")
+    assert Tenant("a", admin=True, limits=Limits(max_requests=3)).cache_salt(b"x") == Tenant("a").cache_salt(b"x")
 
 
 def test_without_authentication_the_wish_is_the_salt() -> None:

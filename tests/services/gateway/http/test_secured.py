@@ -10,6 +10,7 @@ import pytest
 
 from twostroke.services.gateway.gateway import Gateway, load_model
 from twostroke.services.security.api_keys import new_key
+from twostroke.services.security.limits import Limits
 from twostroke.services.settings import GatewaySettings
 
 from ...certificates import Authority
@@ -26,7 +27,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
     """By tenant, with the file's path under `path`."""
     path = tmp_path / "keys.jsonl"
     told = {"path": str(path)}
-    for name, more in (("acme", {"max_requests": 2}), ("umbrella", {}), ("ops", {"admin": True})):
+    for name, more in (("acme", {"limits": Limits(max_requests=2)}), ("umbrella", {}), ("ops", {"admin": True})):
         told[name], kept = new_key(name, **more)  # type: ignore[arg-type]
         with path.open("a") as file:
             file.write(kept.line() + "\n")
