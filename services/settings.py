@@ -89,6 +89,8 @@ Address = Annotated[str, AfterValidator(_address), Takes("an address, host:port"
 HttpAddress = Annotated[str, BeforeValidator(_switch), AfterValidator(_address), Takes("an address, host:port, or off")]
 Place = Annotated[str, AfterValidator(_place)]
 Places = Annotated[list[Place], BeforeValidator(parse_list), NoDecode, Takes("addresses, host:port,host:port")]
+Gpu = Annotated[str, Field(pattern=r"^cuda:\d{1,2}$")]
+Gpus = Annotated[list[Gpu], BeforeValidator(parse_list), NoDecode, Takes("GPUs, cuda:N,cuda:N")]
 PageSize = Annotated[Literal[16, 32, 64, 128] | None, BeforeValidator(_digits)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -249,5 +251,7 @@ class UpSettings(Settings):
     """Decode workers to run."""
     both: int = Field(0, ge=0, le=64)
     """Workers that do both, to run."""
+    devices: Gpus = Field(default_factory=list, max_length=192)
+    """GPUs over which the workers are spread, in the order prefill, decode, both; none: `device`, as `cuda` all."""
     ready_s: Seconds = 600
     """How long a process may take until it is ready (it may have to load a large model), in seconds."""

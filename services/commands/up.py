@@ -88,6 +88,7 @@ def up(context: click.Context, /, config: Path | None, as_json: bool, **options:
     Examples:
       twostroke up
       twostroke up --prefill 1 --decode 2 --threads 1
+      twostroke up --prefill 1 --decode 3 --devices cuda:0,cuda:1,cuda:2,cuda:3
       twostroke up --model ./my-model --config twostroke.toml
 
     Each option is also a variable (--decode: TWOSTROKE_DECODE) and a key of the file's [up], [gateway] or [worker]

@@ -35,6 +35,13 @@ def memory_bytes() -> tuple[int, int]:
         return 0, 0
 
 
+def visible_gpus() -> int:
+    """GPUs that a process started now could use; asked without a context on any of them."""
+    from torch.cuda import device_count  # seconds, which a stack without GPUs does not spend
+
+    return device_count()
+
+
 def listen_error(address: str) -> str | None:
     """Why a server could not listen on host:port now; None where it could."""
     host, port = split_address(address)

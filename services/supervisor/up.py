@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,8 @@ from ..security.cluster import cluster_dialer, is_local, worker_credentials
 from ..settings import GatewaySettings, UpSettings, WorkerSettings, split_address
 from ..worker.role_change import successors
 from .child import ChildSpec, Report
-from .machine import cores, free_ports, listen_error
+from .devices import placed
+from .machine import cores, free_ports, listen_error, visible_gpus
 from .supervisor import Supervisor
 
 JOIN_S = 30.0  # most time for the gateway to meet workers that are ready
@@ -40,10 +41,13 @@ class Stack:
     workers: list[ChildSpec]
 
 
-def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> Stack:
-    """The gateway's and the workers' processes, with the addresses that they keep for good.
+def plan(
+    up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings, *, gpus: Callable[[], int] = visible_gpus
+) -> Stack:
+    """The gateway's and the workers' processes, with the addresses and the devices that they keep for good.
 
-    Raises ConfigError when nobody would decode, or an address of the gateway is taken.
+    `gpus`: how many there are. Raises ConfigError when nobody would decode, an address of the gateway is taken, or a
+    GPU is wanting.
     """
     if up.decode + up.both == 0:
         raise ConfigError(
@@ -62,6 +66,7 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
             field="http_listen",
         )
     people = roles(up)
+    places = placed(up, worker, len(people), gpus)
     ports = free_ports(len(people) + 3)
     host, port = split_address(gateway.listen)
     http_host, http_port = split_address(gateway.http_place) if gateway.http_place else ("", 0)
@@ -78,8 +83,9 @@ def plan(up: UpSettings, gateway: GatewaySettings, worker: WorkerSettings) -> St
     channel = cluster_dialer(worker)
     threads = worker.threads or max(1, cores() // len(people))
     specs = []
-    for (role, name), address in zip(people, gateway.workers, strict=True):
-        settings = worker.model_copy(update={"role": role, "name": name, "listen": address, "threads": threads})
+    for (role, name), address, (device, memory) in zip(people, gateway.workers, places, strict=True):
+        own = {"role": role, "name": name, "listen": address, "threads": threads}
+        settings = worker.model_copy(update={**own, "device": device, "gpu_memory": memory})
         specs.append(replace(_spec(name, role, address, up, settings), channel=channel))
     door = _spec("gateway", "gateway", gateway.listen, up, gateway)
     if gateway.http_listen:

@@ -184,7 +184,7 @@ def test_own_fields_have_no_shared_ones() -> None:
     assert "model" in own_fields(Settings)
     assert "model" not in own_fields(WorkerSettings)
     assert "role" not in own_fields(WorkerSettings)
-    assert list(own_fields(UpSettings)) == ["prefill", "decode", "both", "ready_s"]
+    assert list(own_fields(UpSettings)) == ["prefill", "decode", "both", "devices", "ready_s"]
 
 
 workers = st.fixed_dictionaries(
