@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from ..errors import ConfigError, InvalidRequest
-from .chat_template import ChatTemplate
+from .chat_template import PLAIN, ChatOptions, ChatTemplate
 from .model_files import read_json
 from .token_texts import TokenTexts
 
@@ -48,6 +49,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """How conversations become text."""
+        return self._template
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """The special tokens: ends of text, roles, padding."""
         return self.texts.special
@@ -64,7 +70,7 @@ class Tokenizer:
         """As `encode`, without special tokens: for a piece of a text rather than a prompt."""
         return self._encode(text, field="text", add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN) -> list[int]:
         """A conversation's tokens, by the chat template, which writes the special tokens itself.
 
         `messages`: each with `role` and `content`. InvalidRequest (field `input.chat`) when the model has no
@@ -72,7 +78,12 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template: send text", field="input.chat")
-        return self._encode(self._template.render(messages), field="input.chat", add_special_tokens=False)
+        text = self._template.render(messages, options)
+        return self._encode(text, field="input.chat", add_special_tokens=options.add_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Of a token by its name, such as <|im_end|>; None where there is none."""
+        return self._tokenizer.token_to_id(token)
 
     def check_ids(self, ids: Sequence[int], *, field: str = "input.token_ids") -> None:
         """InvalidRequest that names the first id outside of the vocabulary, if there is one."""

@@ -1,9 +1,10 @@
 """What a door asks of the gateway and what it gets: plain data, whatever protocol the door speaks."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from ...engine.chat_template import PLAIN, ChatOptions
 from ...engine.request import Constraint, FinishReason, PromptLogprobs
 from ..security.tenant import Tenant, current_tenant
 
@@ -13,6 +14,7 @@ class TextInput:
     """Plain text, tokenized as the model's tokenizer does."""
 
     text: str
+    add_special_tokens: bool = True  # those that the tokenizer adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,24 @@ class TokenInput:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatInput:
-    """(role, content) of each turn, oldest first; put through the model's chat template."""
+class Turn:
+    """A message of a conversation. `more`: its other members, as chat templates know them (`tool_calls`, `name`)."""
 
-    messages: tuple[tuple[str, str], ...]
+    role: str
+    content: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def message(self) -> dict[str, Any]:
+        """As the template takes it."""
+        return {"role": self.role, "content": self.content, **self.more}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """Turns, oldest first; put through the model's chat template."""
+
+    messages: tuple[Turn, ...]
+    options: ChatOptions = PLAIN
 
 
 Input: TypeAlias = TextInput | TokenInput | ChatInput

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from ...engine.chat_template import PLAIN, ChatOptions, ChatTemplate
 from ...errors import InvalidRequest, ModelNotFound
 from .generation import ChatInput, Input, TextInput, TokenInput
 
@@ -30,7 +31,14 @@ class TextTokenizer(Protocol):
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a piece of text, without a prompt's special tokens."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @property
+    def template(self) -> ChatTemplate | None:
+        """How conversations become text."""
+
+    def token_id(self, token: str) -> int | None:
+        """Of a token by its name."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN) -> list[int]:
         """Ids of a conversation; InvalidRequest where the template refuses it."""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -113,8 +121,9 @@ class ServedModel:
 
     def _encode(self, source: TextInput | ChatInput) -> list[int]:
         if isinstance(source, TextInput):
-            return self.tokenizer.encode(source.text)
-        return self.tokenizer.encode_chat([{"role": role, "content": text} for role, text in source.messages])
+            encode = self.tokenizer.encode if source.add_special_tokens else self.tokenizer.encode_plain
+            return encode(source.text)
+        return self.tokenizer.encode_chat([turn.message() for turn in source.messages], source.options)
 
 
 def characters(source: Input) -> int:
@@ -122,8 +131,20 @@ def characters(source: Input) -> int:
     if isinstance(source, TextInput):
         return len(source.text)
     if isinstance(source, ChatInput):
-        return sum(len(role) + len(text) for role, text in source.messages)
+        told = sum(len(turn.role) + len(turn.content) + _length(turn.more) for turn in source.messages)
+        return told + _length(source.options.tools) + _length(source.options.variables)
     return 0
+
+
+def _length(value: Any) -> int:
+    """Characters of all texts in a value of JSON, and one for everything else."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _length(inner) for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_length, value))
+    return 1
 
 
 def longest_token(tokenizer: TextTokenizer) -> int:

@@ -70,8 +70,8 @@ def check_chat(source: ChatInput, model: ServedModel) -> None:
     if not model.tokenizer.has_chat_template:
         raise InvalidRequest(f"{model.name} has no chat template", field="input.chat")
     check_messages(len(source.messages))
-    for index, (role, _) in enumerate(source.messages):
-        if not 1 <= len(role) <= MAX_ROLE:
+    for index, turn in enumerate(source.messages):
+        if not 1 <= len(turn.role) <= MAX_ROLE:
             raise InvalidRequest(f"a role takes 1 to {MAX_ROLE} characters", field=f"input.chat.messages[{index}].role")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from twostroke.engine.chat_template import ChatTemplate
+from twostroke.engine.chat_template import ChatOptions, ChatTemplate
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import ConfigError, InvalidRequest
 
@@ -72,7 +72,7 @@ def test_what_templates_use(reference: PreTrainedTokenizerBase, source: str, mes
         expected = reference.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=prompt
         )
-        assert template.render(messages, add_generation_prompt=prompt) == expected
+        assert template.render(messages, ChatOptions(add_generation_prompt=prompt)) == expected
 
 
 @pytest.mark.parametrize(

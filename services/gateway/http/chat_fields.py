@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..generation import ChatInput
+from ..generation import ChatInput, Turn
 from ..validation import check_messages
 from .errors import HttpRefusal
 from .fields import Fields
@@ -89,15 +89,15 @@ def read_messages(value: Any) -> ChatInput:
     return ChatInput(tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(value)))
 
 
-def _turn(value: Any, path: str) -> tuple[str, str]:
+def _turn(value: Any, path: str) -> Turn:
     message = _Message.read(value, path + ".")
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
-        return role, message.content
+        return Turn(role, message.content)
     if not isinstance(message.content, list):
         raise HttpRefusal(f"{path}.content takes a text, or a list of parts", field=f"{path}.content")
     parts = enumerate(message.content)
-    return role, "\n".join(_text(part, f"{path}.content[{index}]") for index, part in parts)
+    return Turn(role, "\n".join(_text(part, f"{path}.content[{index}]") for index, part in parts))
 
 
 def _text(value: Any, path: str) -> str:

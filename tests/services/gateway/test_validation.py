@@ -18,6 +18,7 @@ from twostroke.services.gateway.generation import (
     Stopping,
     TextInput,
     TokenInput,
+    Turn,
 )
 from twostroke.services.gateway.served_model import ServedModel
 from twostroke.services.gateway.validation import check_length, clean_traceparent, output_limit, validate
@@ -44,11 +45,11 @@ WRONG: list[tuple[GenerationRequest, str]] = [
     (ask(TokenInput((1, -1))), "input.token_ids.ids[1]"),
     (ask(TokenInput((5,) * 2048)), "input.token_ids.ids"),
     (ask(ChatInput(())), "input.chat.messages"),
-    (ask(ChatInput((("user", "x"),) * 4097)), "input.chat.messages"),
-    (ask(ChatInput((("user", "x"), ("", "y")))), "input.chat.messages[1].role"),
-    (ask(ChatInput((("u" * 65, "x"),))), "input.chat.messages[0].role"),
+    (ask(ChatInput((Turn("user", "x"),) * 4097)), "input.chat.messages"),
+    (ask(ChatInput((Turn("user", "x"), Turn("", "y")))), "input.chat.messages[1].role"),
+    (ask(ChatInput((Turn("u" * 65, "x"),))), "input.chat.messages[0].role"),
     (ask(TextInput("x" * 10_000_000)), "input.text"),
-    (ask(ChatInput((("user", "x" * 10_000_000),))), "input.chat"),
+    (ask(ChatInput((Turn("user", "x" * 10_000_000),))), "input.chat"),
     (ask(model="other"), "model"),
     (ask(sampling=Sampling(temperature=math.nan)), "sampling.temperature"),
     (ask(sampling=Sampling(temperature=math.inf)), "sampling.temperature"),
@@ -87,7 +88,7 @@ RIGHT = [
     ask(model="llama"),
     ask(TokenInput((0, LAST - 1))),
     ask(TokenInput((5,) * 2047)),
-    ask(ChatInput((("user", ""),))),
+    ask(ChatInput((Turn("user", ""),))),
     ask(sampling=Sampling(temperature=0, top_p=1, top_k=(1 << 31) - 1, seed=(1 << 64) - 1)),
     ask(sampling=Sampling(temperature=100, top_p=1e-9)),
     ask(logprobs=0),
@@ -109,7 +110,7 @@ def test_a_model_without_a_template_takes_no_chat(model: ServedModel) -> None:
 
     plain = dataclasses.replace(model, tokenizer=Plain())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest) as caught:
-        validate(ask(ChatInput((("user", "x"),))), plain)
+        validate(ask(ChatInput((Turn("user", "x"),))), plain)
     assert caught.value.field == "input.chat"
 
 
@@ -168,7 +169,7 @@ def test_traceparent(value: str, valid: bool) -> None:
 async def test_long_texts_are_tokenized_on_a_thread(model: ServedModel) -> None:
     text = "the cat and the " * 200
     assert await model.prompt_ids(TextInput(text)) == model.tokenizer.encode(text)
-    chat = ChatInput((("user", text),))
+    chat = ChatInput((Turn("user", text),))
     assert await model.prompt_ids(chat) == model.tokenizer.encode_chat([{"role": "user", "content": text}])
     busy = dataclasses.replace(model, threads=ThreadPoolExecutor(1))
     busy.threads.shutdown()

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from twostroke.engine.check_controls import MAX_LISTED
 from twostroke.errors import InvalidRequest
-from twostroke.services.gateway.generation import ChatInput, Sampling, Stopping, TextInput, TokenInput
+from twostroke.services.gateway.generation import ChatInput, Sampling, Stopping, TextInput, TokenInput, Turn
 from twostroke.services.gateway.http.chat_fields import ChatFields, read_messages
 from twostroke.services.gateway.http.completion_fields import CompletionFields, read_prompts
 from twostroke.services.gateway.http.errors import HttpRefusal
@@ -330,7 +330,7 @@ def test_messages() -> None:
         {"role": "whoever", "content": []},
     ]
     assert read_messages(turns) == ChatInput(
-        (("system", "be brief"), ("user", "a\nb"), ("assistant", ""), ("whoever", ""))
+        (Turn("system", "be brief"), Turn("user", "a\nb"), Turn("assistant"), Turn("whoever"))
     )
 
 
