@@ -5,7 +5,7 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Coroutine
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -29,6 +29,7 @@ from .generation import (
     TokenInput,
     Turn,
 )
+from .keep_alive import KeepAlive
 from .lifecycle import Lifecycle
 from .router import Role
 from .validation import check_messages
@@ -45,8 +46,10 @@ ModelContext: TypeAlias = grpc.aio.ServicerContext[pb.GetModelRequest, Awaitable
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Thin: it converts. Needs an `ErrorInterceptor` on its server."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, keep_alive_s: float = 0) -> None:
+        """`keep_alive_s`: a stream that is silent for so long gets a message without tokens; 0: none."""
         self._lifecycle = lifecycle
+        self._keep_alive_s = keep_alive_s
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, where stubs want a generator
         self, request: pb.GenerateRequest, context: GenerateContext
@@ -54,20 +57,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Runs in the call's task, which gRPC cancels when the client cancels or is gone."""
         request_id = request.request_id or secrets.token_hex(8)
         begun = False
+        places = Places()
 
-        async def send(piece: Piece) -> None:
+        async def write(message: pb.GenerateResponse) -> None:
             nonlocal begun
-            if not begun:
+            if not begun:  # not before there is something to say: a refusal without it can be tried again
                 begun = True
                 await uninterrupted(context.send_initial_metadata(()))
+            await context.write(message)
+
+        async def send(piece: Piece) -> None:
             if piece.finish is not None:
                 context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-            await context.write(write_piece(piece))
+            places.note(piece)
+            await stream.write(write_piece(piece))
 
         plain = read_request(
             request, request_id, time_left(context.time_remaining()), metadata(context, TRACEPARENT_KEY)
         )
-        await self._lifecycle.generate(plain, send)
+        async with KeepAlive(write, places.sign, self._keep_alive_s) as stream:
+            await self._lifecycle.generate(plain, send)
 
     async def Tokenize(  # noqa: N802 - gRPC's name
         self, request: pb.TokenizeRequest, context: TokenizeContext
@@ -94,6 +103,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prefill_workers=fleet.count(Role.PREFILL, Role.BOTH),
             decode_workers=fleet.count(Role.DECODE, Role.BOTH),
         )
+
+
+class Places:
+    """Where each answer of a call is, for messages that say nothing."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def note(self, piece: Piece) -> None:
+        """It is about to be sent."""
+        self._next[piece.sample] = piece.first_index + len(piece.token_ids)
+        if piece.finish is not None:
+            self._ended.add(piece.sample)
+
+    def sign(self) -> pb.GenerateResponse:
+        """A message without tokens, of the first answer that goes on."""
+        sample = next(number for number in count() if number not in self._ended)
+        return pb.GenerateResponse(sample=sample, first_index=self._next.get(sample, 0))
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
