@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
-PACKAGES = ("v1", "oip")
+PACKAGES = ("v1", "oip", "smg")
 NAMED = r"(?:service|message|enum|rpc|oneof)\s+\w+"
 FIELD = r"(?:optional\s+|repeated\s+)?[\w.<>, ]+\s+\w+\s*=\s*\d+\s*(?:\[.*\])?;"
 VALUE = r"[A-Z]\w*\s*=\s*\d+;"

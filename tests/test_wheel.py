@@ -41,7 +41,7 @@ def test_every_module_is_inside(wheel: Path) -> None:
         }
         for path in (ROOT / "src" / "twostroke").glob("*.py"):
             wanted[f"twostroke/{path.name}"] = path.read_bytes()
-        for package in ("v1", "oip"):
+        for package in ("v1", "oip", "smg"):
             for path in (ROOT / "src" / "twostroke" / package).glob("*.py*"):
                 if path.suffix in (".py", ".pyi"):
                     wanted[f"twostroke/{package}/{path.name}"] = path.read_bytes()

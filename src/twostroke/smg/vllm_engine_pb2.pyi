@@ -99,7 +99,7 @@ class SamplingParams(_message.Message):
     n: _builtins.int
     """/ Answers to draw; 0: 1."""
     json_schema: _builtins.str
-    """/ A JSON Schema, as text."""
+    """/ JSON that matches this schema, which is JSON too."""
     regex: _builtins.str
     """/ A regular expression."""
     grammar: _builtins.str

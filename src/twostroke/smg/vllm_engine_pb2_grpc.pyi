@@ -5,8 +5,8 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from twostroke.v1 import vllm_common_pb2 as _vllm_common_pb2
-from twostroke.v1 import vllm_engine_pb2 as _vllm_engine_pb2
+from twostroke.smg import common_pb2 as _common_pb2
+from twostroke.smg import vllm_engine_pb2 as _vllm_engine_pb2
 import abc as _abc_1
 
 
@@ -29,11 +29,11 @@ class VllmEngineStub:
     """/ UNIMPLEMENTED."""
     HealthCheck: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.HealthCheckRequest, _vllm_engine_pb2.HealthCheckResponse]
     """/ Whether requests can be served now."""
-    FlushCache: _aio.UnaryUnaryMultiCallable[_vllm_common_pb2.FlushCacheRequest, _vllm_common_pb2.FlushCacheResponse]
+    FlushCache: _aio.UnaryUnaryMultiCallable[_common_pb2.FlushCacheRequest, _common_pb2.FlushCacheResponse]
     """/ UNIMPLEMENTED."""
-    StartProfile: _aio.UnaryUnaryMultiCallable[_vllm_common_pb2.StartProfileRequest, _vllm_common_pb2.ProfileResponse]
+    StartProfile: _aio.UnaryUnaryMultiCallable[_common_pb2.StartProfileRequest, _common_pb2.ProfileResponse]
     """/ UNIMPLEMENTED."""
-    StopProfile: _aio.UnaryUnaryMultiCallable[_vllm_common_pb2.StopProfileRequest, _vllm_common_pb2.ProfileResponse]
+    StopProfile: _aio.UnaryUnaryMultiCallable[_common_pb2.StopProfileRequest, _common_pb2.ProfileResponse]
     """/ UNIMPLEMENTED."""
     Abort: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.AbortRequest, _vllm_engine_pb2.AbortResponse]
     """/ Ends requests of the same tenant at once, whatever they are doing; their streams end with the finish reason `abort`.
@@ -45,9 +45,9 @@ class VllmEngineStub:
     """/ The gateway."""
     GetLoads: _aio.UnaryUnaryMultiCallable[_vllm_engine_pb2.GetLoadsRequest, _vllm_engine_pb2.GetLoadsResponse]
     """/ How busy the workers are, all together."""
-    GetTokenizer: _aio.UnaryStreamMultiCallable[_vllm_common_pb2.GetTokenizerRequest, _vllm_common_pb2.GetTokenizerChunk]
+    GetTokenizer: _aio.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerChunk]
     """/ The files that whoever calls needs to tokenize, as a zip archive in pieces."""
-    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_vllm_common_pb2.SubscribeKvEventsRequest, _vllm_common_pb2.KvEventBatch]
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_common_pb2.SubscribeKvEventsRequest, _common_pb2.KvEventBatch]
     """/ What the workers' prefix caches hold of the caller's tenant, then what changes."""
 
 class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
@@ -86,25 +86,25 @@ class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def FlushCache(
         self,
-        request: _vllm_common_pb2.FlushCacheRequest,
-        context: _aio.ServicerContext[_vllm_common_pb2.FlushCacheRequest, _abc.Awaitable[_vllm_common_pb2.FlushCacheResponse]],
-    ) -> _abc.Awaitable[_vllm_common_pb2.FlushCacheResponse]:
+        request: _common_pb2.FlushCacheRequest,
+        context: _aio.ServicerContext[_common_pb2.FlushCacheRequest, _abc.Awaitable[_common_pb2.FlushCacheResponse]],
+    ) -> _abc.Awaitable[_common_pb2.FlushCacheResponse]:
         """/ UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def StartProfile(
         self,
-        request: _vllm_common_pb2.StartProfileRequest,
-        context: _aio.ServicerContext[_vllm_common_pb2.StartProfileRequest, _abc.Awaitable[_vllm_common_pb2.ProfileResponse]],
-    ) -> _abc.Awaitable[_vllm_common_pb2.ProfileResponse]:
+        request: _common_pb2.StartProfileRequest,
+        context: _aio.ServicerContext[_common_pb2.StartProfileRequest, _abc.Awaitable[_common_pb2.ProfileResponse]],
+    ) -> _abc.Awaitable[_common_pb2.ProfileResponse]:
         """/ UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def StopProfile(
         self,
-        request: _vllm_common_pb2.StopProfileRequest,
-        context: _aio.ServicerContext[_vllm_common_pb2.StopProfileRequest, _abc.Awaitable[_vllm_common_pb2.ProfileResponse]],
-    ) -> _abc.Awaitable[_vllm_common_pb2.ProfileResponse]:
+        request: _common_pb2.StopProfileRequest,
+        context: _aio.ServicerContext[_common_pb2.StopProfileRequest, _abc.Awaitable[_common_pb2.ProfileResponse]],
+    ) -> _abc.Awaitable[_common_pb2.ProfileResponse]:
         """/ UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
@@ -144,17 +144,17 @@ class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GetTokenizer(
         self,
-        request: _vllm_common_pb2.GetTokenizerRequest,
-        context: _aio.ServicerContext[_vllm_common_pb2.GetTokenizerRequest, _abc.AsyncIterator[_vllm_common_pb2.GetTokenizerChunk]],
-    ) -> _abc.AsyncIterator[_vllm_common_pb2.GetTokenizerChunk]:
+        request: _common_pb2.GetTokenizerRequest,
+        context: _aio.ServicerContext[_common_pb2.GetTokenizerRequest, _abc.AsyncIterator[_common_pb2.GetTokenizerChunk]],
+    ) -> _abc.AsyncIterator[_common_pb2.GetTokenizerChunk]:
         """/ The files that whoever calls needs to tokenize, as a zip archive in pieces."""
 
     @_abc_1.abstractmethod
     def SubscribeKvEvents(
         self,
-        request: _vllm_common_pb2.SubscribeKvEventsRequest,
-        context: _aio.ServicerContext[_vllm_common_pb2.SubscribeKvEventsRequest, _abc.AsyncIterator[_vllm_common_pb2.KvEventBatch]],
-    ) -> _abc.AsyncIterator[_vllm_common_pb2.KvEventBatch]:
+        request: _common_pb2.SubscribeKvEventsRequest,
+        context: _aio.ServicerContext[_common_pb2.SubscribeKvEventsRequest, _abc.AsyncIterator[_common_pb2.KvEventBatch]],
+    ) -> _abc.AsyncIterator[_common_pb2.KvEventBatch]:
         """/ What the workers' prefix caches hold of the caller's tenant, then what changes."""
 
 def add_VllmEngineServicer_to_server(servicer: VllmEngineServicer, server: _aio.Server) -> None: ...

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from twostroke.v1 import vllm_common_pb2 as twostroke_dot_v1_dot_vllm__common__pb2
-from twostroke.v1 import vllm_engine_pb2 as twostroke_dot_v1_dot_vllm__engine__pb2
+from twostroke.smg import common_pb2 as twostroke_dot_smg_dot_common__pb2
+from twostroke.smg import vllm_engine_pb2 as twostroke_dot_smg_dot_vllm__engine__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in twostroke/v1/vllm_engine_pb2_grpc.py depends on'
+        + ' but the generated code in twostroke/smg/vllm_engine_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -41,63 +41,63 @@ class VllmEngineStub:
         """
         self.Generate = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/Generate',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GenerateResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Embed',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.EmbedResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.HealthCheck = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/HealthCheck',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
                 _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/FlushCache',
-                request_serializer=twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_common__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_common__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/StartProfile',
-                request_serializer=twostroke_dot_v1_dot_vllm__common__pb2.StartProfileRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_common__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_common__pb2.ProfileResponse.FromString,
                 _registered_method=True)
         self.StopProfile = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/StopProfile',
-                request_serializer=twostroke_dot_v1_dot_vllm__common__pb2.StopProfileRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_common__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_common__pb2.ProfileResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Abort',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.AbortResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetLoads',
-                request_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+                request_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-                request_serializer=twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerChunk.FromString,
+                request_serializer=twostroke_dot_smg_dot_common__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
-                request_serializer=twostroke_dot_v1_dot_vllm__common__pb2.SubscribeKvEventsRequest.SerializeToString,
-                response_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.KvEventBatch.FromString,
+                request_serializer=twostroke_dot_smg_dot_common__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=twostroke_dot_smg_dot_common__pb2.KvEventBatch.FromString,
                 _registered_method=True)
 
 
@@ -199,63 +199,63 @@ def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GenerateRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GenerateRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.EmbedRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.EmbedRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.EmbedResponse.SerializeToString,
             ),
             'HealthCheck': grpc.unary_unary_rpc_method_handler(
                     servicer.HealthCheck,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_common__pb2.FlushCacheRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_common__pb2.FlushCacheResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.StartProfileRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_common__pb2.StartProfileRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_common__pb2.ProfileResponse.SerializeToString,
             ),
             'StopProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StopProfile,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.StopProfileRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_common__pb2.StopProfileRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_common__pb2.ProfileResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.AbortRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.AbortRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerChunk.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_common__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_common__pb2.GetTokenizerChunk.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
-                    request_deserializer=twostroke_dot_v1_dot_vllm__common__pb2.SubscribeKvEventsRequest.FromString,
-                    response_serializer=twostroke_dot_v1_dot_vllm__common__pb2.KvEventBatch.SerializeToString,
+                    request_deserializer=twostroke_dot_smg_dot_common__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=twostroke_dot_smg_dot_common__pb2.KvEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -287,8 +287,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Generate',
-            twostroke_dot_v1_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.GenerateResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -314,8 +314,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Embed',
-            twostroke_dot_v1_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.EmbedResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.EmbedRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -341,8 +341,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/HealthCheck',
-            twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -368,8 +368,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/FlushCache',
-            twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__common__pb2.FlushCacheResponse.FromString,
+            twostroke_dot_smg_dot_common__pb2.FlushCacheRequest.SerializeToString,
+            twostroke_dot_smg_dot_common__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -395,8 +395,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/StartProfile',
-            twostroke_dot_v1_dot_vllm__common__pb2.StartProfileRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.FromString,
+            twostroke_dot_smg_dot_common__pb2.StartProfileRequest.SerializeToString,
+            twostroke_dot_smg_dot_common__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -422,8 +422,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/StopProfile',
-            twostroke_dot_v1_dot_vllm__common__pb2.StopProfileRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__common__pb2.ProfileResponse.FromString,
+            twostroke_dot_smg_dot_common__pb2.StopProfileRequest.SerializeToString,
+            twostroke_dot_smg_dot_common__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -449,8 +449,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Abort',
-            twostroke_dot_v1_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.AbortResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -476,8 +476,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -503,8 +503,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -530,8 +530,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetLoads',
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+            twostroke_dot_smg_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -557,8 +557,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-            twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__common__pb2.GetTokenizerChunk.FromString,
+            twostroke_dot_smg_dot_common__pb2.GetTokenizerRequest.SerializeToString,
+            twostroke_dot_smg_dot_common__pb2.GetTokenizerChunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -584,8 +584,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
-            twostroke_dot_v1_dot_vllm__common__pb2.SubscribeKvEventsRequest.SerializeToString,
-            twostroke_dot_v1_dot_vllm__common__pb2.KvEventBatch.FromString,
+            twostroke_dot_smg_dot_common__pb2.SubscribeKvEventsRequest.SerializeToString,
+            twostroke_dot_smg_dot_common__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,
