@@ -30,7 +30,7 @@ class OutputLength:
 
 
 class Admission:
-    """First come, first served within `WaitingQueue`'s order.
+    """First come, first served within `WaitingQueue`'s order: the most urgent first, however long the others wait.
 
     A sequence is admitted only with all pages for its known tokens and its headroom. One that does not fit keeps all
     behind it out, else it could starve; one that waits for another's pending pages lets them pass, because its turn
@@ -126,12 +126,13 @@ class Admission:
         return fresh + watermark + sum(map(pool.is_evictable, hits)) - pool.free_pages
 
     def _victims(self, lacking: int, hits: Iterable[int]) -> list[Sequence]:
-        """Unticketed sequences, youngest first, whose pages make up for `lacking`; none if all of them do not."""
+        """Unticketed sequences, the least urgent and youngest first, whose pages make up for `lacking`; none if all of
+        them do not."""
         pool, kept = self._roster.pool, set(hits)
         dropped: dict[int, int] = {}
         victims: list[Sequence] = []
         unticketed = [sequence for sequence in self._roster.admitted() if sequence.unticketed]
-        for victim in sorted(unticketed, key=lambda sequence: sequence.age, reverse=True):
+        for victim in sorted(unticketed, key=lambda sequence: sequence.turn, reverse=True):
             victims.append(victim)
             for page in victim.pages:
                 dropped[page] = dropped.get(page, 0) + 1

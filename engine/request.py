@@ -99,6 +99,7 @@ class Request:
     start_now: bool = True  # PREFILL: start before the ticket comes
     writer: int = 0  # DECODE: incarnation of the prefill worker that will write the KV
     samples: int = 1  # answers to draw, `key.sample` being the first; more than 1 only without `output_ids`
+    priority: int = 0  # lower ones go first
 
 
 NO_TOKEN = -1

@@ -27,9 +27,10 @@ class Schedule:
 class Scheduler:
     """Decode rows first, then prompt chunks with what is left of the budget.
 
-    Nobody starves: a growing sequence takes pages only from younger ones, so the oldest always goes on; and the oldest
-    prompt in the batch always gets at least half of the chunk budget B, so that its last R tokens are run within
-    ceil(R / ceil(B / 2)) steps, however many short ones come by.
+    Within a priority nobody starves: a growing sequence takes pages only from younger ones, so the oldest always goes
+    on; and the oldest prompt in the batch always gets at least half of the chunk budget B, so that its last R tokens
+    are run within ceil(R / ceil(B / 2)) steps, however many short ones come by. Priorities are strict: while more
+    urgent ones can use pages and budget, the others wait, without end if need be.
     """
 
     def __init__(self, roster: Roster, options: EngineOptions) -> None:
@@ -73,31 +74,32 @@ class Scheduler:
         return decoding, prompts
 
     def _grow(self) -> None:
-        """Gives each decoding sequence the page for its next token, the oldest first."""
+        """Gives each decoding sequence the page for its next token, those whose turn is first first."""
         page_size = self._roster.page_size
         full = [s for s in self._roster.running.values() if s.launched >= len(s.pages) * page_size]
         short = [s for s in full if s.decoding and s.launchable]
-        for sequence in sorted(short, key=lambda sequence: sequence.age):
+        for sequence in sorted(short, key=lambda sequence: sequence.turn):
             if sequence.key in self._roster.running and self._find_page(sequence):
                 self._roster.grow(sequence)
 
     def _find_page(self, sequence: Sequence) -> bool:
-        """Makes one page free; False when `sequence` had to go, being the youngest, or when pages are free soon."""
+        """Makes one page free; False when `sequence` had to go, being the last, or when pages are free soon."""
         while self._roster.pool.free_pages == 0:
             if self._roster.pool.retiring:
                 return False
-            victim = self._youngest()
+            victim = self._last()
             self._roster.preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _youngest(self) -> Sequence:
-        """The youngest that may be preempted. Ticketed pages and such as are still being written are never taken."""
+    def _last(self) -> Sequence:
+        """The least urgent, and the youngest of these, that may be preempted. Ticketed pages and such as are still
+        being written are never taken."""
         roster = self._roster
         candidates = [s for s in roster.running.values() if s.unticketed or not s.prefill_only]
         candidates += [s for s in roster.held.values() if s.unticketed]
-        return max(candidates, key=lambda sequence: sequence.age)
+        return max(candidates, key=lambda sequence: sequence.turn)
 
     def _chunk_budget(self, decoding: int) -> int:
         left = self._token_budget - decoding
@@ -146,17 +148,22 @@ def scoring_of(sequence: Sequence, start: int, end: int) -> Scoring | None:
     return Scoring(first, targets, sequence.request.params.prompt_logprobs or 0) if targets else None
 
 
+def _shortest(sequence: Sequence) -> tuple[int, int, tuple[int, float, int]]:
+    return sequence.request.priority, sequence.remaining, sequence.turn
+
+
 def share_budget(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """How many tokens of which prompt to run: half to the oldest, the rest by shortest remaining time first.
+    """How many tokens of which prompt to run: half to the one whose turn it is, the rest by priority, and among equals
+    by shortest remaining time first.
 
     So a short prompt is done in a step or two beside one of any length. Returns sequences with at least one token.
     """
     if not prompts:
         return []
-    oldest = min(prompts, key=lambda sequence: sequence.age)
-    shares = {oldest.key: min(oldest.remaining, (budget + 1) // 2)}
-    left = budget - shares[oldest.key]
-    for sequence in sorted(prompts, key=lambda sequence: (sequence.remaining, sequence.age)):
+    first = min(prompts, key=lambda sequence: sequence.turn)
+    shares = {first.key: min(first.remaining, (budget + 1) // 2)}
+    left = budget - shares[first.key]
+    for sequence in sorted(prompts, key=_shortest):
         taken = shares.get(sequence.key, 0)
         more = min(sequence.remaining - taken, left)
         shares[sequence.key] = taken + more

@@ -38,7 +38,7 @@ class Sequence:
     registered: int = 0  # leading pages that are in the prefix cache, or whose content is
     announced: int = 0  # leading pages that are registered or pending
     blocked_on: bytes | None = None  # WAITING: digest that another sequence is filling
-    rank: int = 0  # WAITING: which queue it is in
+    rank: int = 0  # WAITING: its standing when it was queued
     ticketed: bool = False
     preempted: bool = False  # lost its pages at least once: a DECODE sequence now computes its KV itself
     reported: bool = False  # PREFILL: token 0 was handed out
@@ -66,9 +66,9 @@ class Sequence:
         self.ruled = LogitRules.needed(self.request.params)
 
     @property
-    def age(self) -> tuple[float, int]:
-        """Sorts the oldest first."""
-        return self.arrival, self.order
+    def turn(self) -> tuple[int, float, int]:
+        """Sorts the most urgent first, and the oldest of these."""
+        return self.request.priority, self.arrival, self.order
 
     @property
     def remaining(self) -> int:

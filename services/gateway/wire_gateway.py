@@ -30,6 +30,7 @@ def make_submit(
     timeout_s: float | None = None,
     cache_salt: bytes = b"",
     traceparent: str = "",
+    priority: int = 0,
 ) -> pb.Submit:
     """A sequence for a worker, or `samples` of them, `key` being the first one's.
 
@@ -50,6 +51,7 @@ def make_submit(
         cache_salt=cache_salt,
         traceparent=traceparent,
         samples=samples if samples > 1 else 0,
+        priority=priority,
     )
 
 

@@ -65,6 +65,7 @@ def read_submit(gateway: int, submit: pb.Submit, now: float) -> tuple[Request, P
         start_now=submit.start_now,
         writer=peer.incarnation if peer is not None and work is Work.DECODE else 0,
         samples=samples,
+        priority=submit.priority,
     )
     return request, peer
 

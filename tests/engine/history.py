@@ -85,6 +85,7 @@ class History(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"", b"x"]),
         patience=st.sampled_from([None, None, 3.0]),
         samples=st.sampled_from([1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
     )
     def add(
         self,
@@ -98,6 +99,7 @@ class History(RuleBasedStateMachine):
         salt: bytes,
         patience: float | None,
         samples: int,
+        priority: int,
     ) -> None:
         slots = self.engine.core.pool.usable * self.engine.options.page_size  # a few will not fit
         prompt = [branches[min(at // 6, len(branches) - 1)] for at in range(1 + length % max(2, slots * 2 // 3))]
@@ -117,6 +119,7 @@ class History(RuleBasedStateMachine):
                 cache_salt=salt,
                 deadline=None if patience is None else self.engine.clock.now + patience,
                 samples=1 if replayed else samples,
+                priority=priority,
             )
         except InvalidRequest:
             assert self.engine.core.load() == before
@@ -368,5 +371,6 @@ class Walk:
             "early": choose([False, False, True]),
             "held_longer": choose([False, True]),
             "done": choose([False, True]),
+            "priority": choose([0, 0, 0, -1, 2]),
         }
         return {name: arguments[name] for name in list(signature(event).parameters)[1:]}

@@ -46,6 +46,32 @@ class TestOrder:
         engine.drain()
         engine.check_outputs()
 
+    def test_the_most_urgent_is_admitted_first(self) -> None:
+        engine = FakeEngine(pages=200, max_batch=1)
+        running = engine.add(1, prompt_of(4), max_tokens=6)
+        engine.step()
+        waiting = {
+            n: engine.add(n, prompt_of(4, n), max_tokens=2, priority=p) for n, p in ((2, 5), (3, 0), (4, 0), (5, -3))
+        }
+        engine.drain()
+        assert list(engine.ends) == [running, *(waiting[number] for number in (5, 3, 4, 2))]
+        engine.check_outputs()
+
+    def test_the_most_urgent_reservation_is_made_first(self) -> None:
+        engine = FakeEngine(max_batch=1)
+        running = engine.add(1, prompt_of(5), max_tokens=4)
+        engine.step()
+        late, urgent = (
+            engine.add(number, prompt_of(5, number), Work.DECODE, writer=9, priority=priority)
+            for number, priority in ((2, 0), (3, -1))
+        )
+        engine.run_until(lambda: running in engine.ends)
+        engine.step()
+        assert states(engine, urgent, late) == [State.AWAITING, State.WAITING]
+        engine.core.cancel(urgent)
+        engine.step()
+        assert states(engine, late) == [State.AWAITING]
+
     def test_held_sequences_take_no_place_in_the_batch(self) -> None:
         engine = FakeEngine(max_batch=1)
         keys = [engine.add(number, prompt_of(5, number), Work.PREFILL) for number in range(3)]

@@ -141,9 +141,9 @@ def preempts_the_oldest(patch: pytest.MonkeyPatch) -> None:
 
     def oldest(self: Scheduler) -> Sequence:
         candidates = [*self._roster.running.values(), *self._roster.held.values()]
-        return min(candidates, key=lambda sequence: sequence.age)
+        return min(candidates, key=lambda sequence: sequence.turn)
 
-    patch.setattr(Scheduler, "_youngest", oldest)
+    patch.setattr(Scheduler, "_last", oldest)
 
 
 def loses_a_page_when_preempted(patch: pytest.MonkeyPatch) -> None:

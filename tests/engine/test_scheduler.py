@@ -11,9 +11,9 @@ from twostroke.engine.sequence import Sequence, State
 from .fake_engine import FakeEngine, prompt_of
 
 
-def sequence_of(order: int, remaining: int) -> Sequence:
+def sequence_of(order: int, remaining: int, priority: int = 0) -> Sequence:
     tokens = [1] * remaining
-    request = Request(SequenceKey(1, order, 0, 0), tokens, SamplingParams())
+    request = Request(SequenceKey(1, order, 0, 0), tokens, SamplingParams(), priority=priority)
     return Sequence(request, 0.0, order, remaining + 1, b"", tokens, remaining)
 
 
@@ -36,6 +36,11 @@ class TestShareBudget:
     def test_an_odd_budget_rounds_up_for_the_oldest(self) -> None:
         assert shares({1: 9, 2: 9}, 1) == {1: 1}
         assert shares({1: 9, 2: 3}, 3) == {1: 2, 2: 1}
+
+    def test_urgent_prompts_go_before_old_and_short_ones(self) -> None:
+        prompts = [sequence_of(1, 100), sequence_of(2, 3), sequence_of(3, 50, -1), sequence_of(4, 5, -1)]
+        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 40)} == {3: 35, 4: 5}
+        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 60)} == {3: 50, 4: 5, 2: 3, 1: 2}
 
     def test_nothing_to_share(self) -> None:
         assert share_budget([], 10) == []
@@ -121,6 +126,25 @@ class TestGrowth:
         assert list(engine.ends) == [old, young]
         engine.check_outputs()
         engine.core.check_integrity(idle=True)
+
+    def test_the_least_urgent_gives_way_however_old_it_is(self) -> None:
+        engine = FakeEngine(pages=7, max_batch=8)
+        old = engine.add(1, prompt_of(8), max_tokens=12, priority=1)
+        young = engine.add(2, prompt_of(8, 1), max_tokens=12)
+        engine.drain()
+        assert set(engine.preempted) == {old}
+        assert list(engine.ends) == [young, old]
+        engine.check_outputs()
+
+    def test_an_urgent_one_never_gives_way_to_others(self) -> None:
+        engine = FakeEngine(pages=7, max_batch=8)
+        engine.add(1, prompt_of(8), max_tokens=12)
+        urgent = engine.add(2, prompt_of(8, 1), max_tokens=12, priority=-1)
+        engine.add(3, prompt_of(8, 2), max_tokens=12)
+        engine.drain()
+        assert engine.preempted
+        assert urgent not in engine.preempted
+        engine.check_outputs()
 
     def test_age_is_that_of_the_first_arrival(self) -> None:
         engine = FakeEngine(pages=7, max_batch=4)

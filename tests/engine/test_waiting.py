@@ -5,8 +5,11 @@ from twostroke.engine.sequence import Sequence
 from twostroke.engine.waiting import WaitingQueue
 
 
-def sequence_of(order: int, arrival: float, work: Work = Work.ALL, *, start_now: bool = True) -> Sequence:
-    request = Request(SequenceKey(1, order, 0, 0), [1], SamplingParams(), work, start_now=start_now)
+def sequence_of(
+    order: int, arrival: float, work: Work = Work.ALL, *, start_now: bool = True, priority: int = 0
+) -> Sequence:
+    key = SequenceKey(1, order, 0, 0)
+    request = Request(key, [1], SamplingParams(), work, start_now=start_now, priority=priority)
     return Sequence(request, arrival, order, 2, b"", [1], 1)
 
 
@@ -27,6 +30,29 @@ def test_ranks_then_age_then_order_of_addition() -> None:
         queue.push(sequence)
     assert order_of(queue) == [1, 2, 5, 6, 3, 4]
     assert len(queue) == 6
+
+
+def test_priority_comes_before_rank_and_age_but_a_ticket_before_all() -> None:
+    queue = WaitingQueue()
+    preempted = sequence_of(4, 0.0, priority=0)
+    preempted.preempted = True
+    again = sequence_of(6, 9.0, priority=1)
+    again.preempted = True
+    unticketed = [sequence_of(number, 0.0, Work.PREFILL, priority=priority) for number, priority in ((9, 0), (8, -9))]
+    urgent, remote = sequence_of(2, 9.0, priority=-7), sequence_of(1, 9.0, Work.DECODE, priority=-8)
+    plain, late = sequence_of(5, 1.0), sequence_of(7, 0.0, priority=1)
+    for sequence in (late, *unticketed, again, plain, preempted, urgent, remote):
+        queue.push(sequence)
+    assert order_of(queue) == [1, 2, 4, 5, 6, 7, 8, 9]
+    assert [sequence.order for sequence in queue.all()] == [1, 2, 4, 5, 6, 7, 8, 9]
+    ticketed = unticketed[0]
+    queue.remove(ticketed)
+    ticketed.ticketed = True
+    queue.push(ticketed)
+    assert order_of(queue) == [1, 2, 4, 9, 5, 6, 7, 8]
+    for sequence in (plain, urgent, again, unticketed[1], remote, late, preempted, ticketed):
+        queue.remove(sequence)
+    assert (queue.total(), queue.prompt_tokens) == (0, 0)
 
 
 def test_parked_ones_wait_for_their_ticket() -> None:

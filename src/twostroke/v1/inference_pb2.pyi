@@ -441,6 +441,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """/ The model's served name; empty means whatever this gateway serves."""
     logprobs: _builtins.int
@@ -456,6 +457,10 @@ class GenerateRequest(_message.Message):
     """/ Present: the first message of answer 0 with tokens carries the log-probability of each prompt token but the first, and of
     / this many most likely tokens there (0 to 20). The prompt is computed anew for it, past any cache. At most 250,000 entries: prompt
     / tokens times this plus one.
+    """
+    priority: _builtins.int
+    """/ Requests of a lower value go first, strictly: in queues, and in who keeps its pages where there are too few. Among
+    / equals the one that came first. A tenant may be bound to values from some number on (PERMISSION_DENIED). Default 0.
     """
     @_builtins.property
     def input(self) -> Global___Input:
@@ -480,10 +485,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         n: _builtins.int = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "input", b"input", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "input", b"input", "logprobs", b"logprobs", "model", b"model", "n", b"n", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -604,6 +604,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """/ The gateway's number of the request; unique in the gateway's incarnation."""
     sample: _builtins.int
@@ -624,6 +625,8 @@ class Submit(_message.Message):
     """/ W3C trace context of the request."""
     samples: _builtins.int
     """/ Samples to draw from this prompt, `sample` being the first of them; 0 means 1. More than 1 only without `output_ids`."""
+    priority: _builtins.int
+    """/ Lower ones go first; see `GenerateRequest.priority`."""
     @_builtins.property
     def peer(self) -> Global___Peer:
         """/ The other worker, for WORK_PREFILL and WORK_DECODE."""
@@ -657,10 +660,11 @@ class Submit(_message.Message):
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
         samples: _builtins.int = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_index", b"first_index", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "request", b"request", "sample", b"sample", "samples", b"samples", "start_now", b"start_now", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "first_index", b"first_index", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "sample", b"sample", "samples", b"samples", "start_now", b"start_now", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,6 +85,12 @@ def test_a_deadline_is_never_told_as_none(left: float | None, timeout_ms: int) -
     assert make_submit(KEY, Work.ALL, [1], SamplingParams(), timeout_s=left).timeout_ms == timeout_ms
 
 
+@pytest.mark.parametrize("priority", [0, -(1 << 31), (1 << 31) - 1])
+def test_a_priority_arrives(priority: int) -> None:
+    made = make_submit(KEY, Work.ALL, [1], SamplingParams(), priority=priority)
+    assert read_submit(GATEWAY, pb.Submit.FromString(made.SerializeToString()), 0.0)[0].priority == priority
+
+
 def test_cancel() -> None:
     cancel = make_cancel([KEY, SequenceKey(GATEWAY, 6, 0, 0)])
     assert (list(cancel.requests), list(cancel.attempts), list(cancel.samples)) == ([5, 6], [2, 0], [0, 0])
