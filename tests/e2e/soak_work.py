@@ -15,6 +15,7 @@ from .harness import Answer
 
 TOKENS = range(3, 259)  # the tiny model's bytes: no specials
 LOGPROB_ERROR = 1e-3  # other batches round otherwise
+BARE = EngineOptions(dtype="float32", kv_memory=64 << 20)
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,8 @@ def make_tasks(seed: int, count: int, longest: int) -> list[Task]:
     return tasks
 
 
-def fault_free(model_dir: Path, tasks: Sequence[Task]) -> list[list[Expected]]:
+def fault_free(model_dir: Path, tasks: Sequence[Task], options: EngineOptions = BARE) -> list[list[Expected]]:
     """For each task the outputs of its samples, by a bare engine in this process."""
-    options = EngineOptions(dtype="float32", kv_memory=64 << 20)
     core = build_engine(model_dir, options, fingerprint=fingerprint(model_dir)).core
     expected = [[Expected() for _ in range(task.samples)] for task in tasks]
     for number, task in enumerate(tasks):

@@ -2,18 +2,32 @@
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
 from twostroke.kvtransfer.messages import Copy
 from twostroke.kvtransfer.transport import Done, ShmTransport, Transport
 
 Pages = np.ndarray[Any, np.dtype[np.uint8]]  # [pages of the copy, bytes]
 Damage = Callable[[Pages, Pages, int, random.Random], None]
 """(what lies there now, what lay there before, which page of the copy, chance): changes the first."""
+
+
+class Target(Protocol):
+    """A layer of the peer's pool, [pages, bytes]: an array, or what is read and written like one."""
+
+    def __getitem__(self, rows: list[int], /) -> Pages:
+        """A copy of these pages."""
+        ...
+
+    def __setitem__(self, rows: list[int], values: Pages, /) -> None:
+        """Writes them."""
+        ...
+
 
 LATE = "late"  # arrives whole, in its time
 LATE_S = 0.03
@@ -60,7 +74,7 @@ class Faults:
     seed: int = 1
     copies: int = 0
     delayed: int = 0
-    target: Callable[[int], Pages] | None = None  # the peer's pages of a layer, where its pool lies in this process
+    target: Callable[[int], Target] | None = None  # the peer's pages of a layer, where its pool lies in this process
     damaged: set[tuple[int, int, int, int]] = field(default_factory=set)  # (reader, ticket, round, ordinal)
     _chance: random.Random = field(init=False)
     _rounds: dict[tuple[int, int, int, int], int] = field(default_factory=dict)  # of (reader, ticket, layer, ordinal)
@@ -79,7 +93,7 @@ class Faults:
             return round_, ""
         return round_, self._chance.choice(self.kinds)
 
-    def spoil(self, kind: str, round_: int, copy: Copy, target: Pages, before: Pages) -> None:
+    def spoil(self, kind: str, round_: int, copy: Copy, target: Target, before: Pages) -> None:
         """Does the damage and notes which pages have other bytes than they should."""
         rows = list(copy.dst)
         right = target[rows]
@@ -94,8 +108,9 @@ class FaultyTransport:
     """Around another transport; satisfies `Transport`."""
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
-        """`inner`: a `ShmTransport` unless `faults` has a target."""
+        """`inner`: a `ShmTransport` or a `CudaIpcTransport` unless `faults` has a target."""
         self.kind = inner.kind
+        self._layers: Sequence[Target] | None = None  # of a pool on a GPU
         self._inner = inner
         self._faults = faults
         self._late: list[threading.Thread] = []
@@ -133,9 +148,15 @@ class FaultyTransport:
         self._late.append(thread)
         thread.start()
 
-    def _target(self, layer: int) -> Pages:
+    def _target(self, layer: int) -> Target:
         if self._faults.target is not None:
             return self._faults.target(layer)
+        if isinstance(self._inner, CudaIpcTransport):
+            if self._layers is None:
+                from .device_pages import peer_pages
+
+                self._layers = peer_pages(self._inner)
+            return self._layers[layer]
         if not isinstance(self._inner, ShmTransport):
             raise TypeError("this transport's target is out of reach")
         return self._inner._mapped()[1][layer]

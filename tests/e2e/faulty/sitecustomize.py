@@ -8,19 +8,26 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TARGET = "twostroke.services.handover.kv_pool"
+TARGETS = {
+    "twostroke.services.handover.kv_pool": "ShmTransport",
+    "twostroke.services.handover.gpu_pool": "CudaIpcTransport",
+}
 
 
 class Saboteur(MetaPathFinder):
-    """Waits for the module that opens pools, and exchanges its transport."""
+    """Waits for the modules that open pools, and exchanges their transports."""
+
+    def __init__(self) -> None:
+        """For the life of the process."""
+        self._met: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """That module's own spec, with a loader that does more."""
-        if fullname != TARGET:
+        """Such a module's own spec, with a loader that does more."""
+        if fullname not in TARGETS or fullname in self._met:
             return None
-        sys.meta_path.remove(self)
+        self._met.add(fullname)  # the next one who is asked finds it
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None
@@ -28,20 +35,20 @@ class Saboteur(MetaPathFinder):
 
         def load_and_exchange(module: ModuleType) -> None:
             load(module)
-            exchange(module)
+            exchange(module, TARGETS[fullname])
 
         spec.loader.exec_module = load_and_exchange  # type: ignore[method-assign]
         return spec
 
 
-def exchange(module: ModuleType) -> None:
-    """All transports that this process makes share what befalls them."""
+def exchange(module: ModuleType, name: str) -> None:
+    """All such transports that this process makes share what befalls them."""
     from tests.kvtransfer.faulty_transport import DAMAGE, LATE, Faults, FaultyTransport
 
     share = float(os.environ["DAMAGED_SHARE"])
     faults = Faults((*DAMAGE, LATE), share=share, again=True, seed=int(os.environ["DAMAGE_SEED"]))
-    real = module.ShmTransport
-    module.ShmTransport = lambda *arguments: FaultyTransport(real(*arguments), faults)  # type: ignore[attr-defined]
+    real = getattr(module, name)
+    setattr(module, name, lambda *arguments: FaultyTransport(real(*arguments), faults))
 
 
 sys.meta_path.insert(0, Saboteur())
