@@ -28,6 +28,11 @@ class Admission:
         """Answers of requests that are admitted and not yet gone."""
         return self._inside
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is admitted at all."""
+        return self._open
+
     @contextmanager
     def slot(self, answers: int = 1, tenant: Tenant = ANYONE) -> Iterator[None]:
         """A place for each answer for the time of the `with` block, but never more than there are in all, or for its

@@ -27,7 +27,7 @@ class WorkerReport:
 
 
 Report: TypeAlias = Callable[[], WorkerReport]
-"""Asked for once, at the end."""
+"""Asked for with the first tokens, and at the end."""
 
 
 class Answer:
@@ -65,6 +65,7 @@ class Answer:
         self._arrival = arrival
         self._clock = clock
         self._count = 0
+        self._cached_tokens = 0
         self._times = Timings()
         self._first = 0.0  # when token 0 was handed over
 
@@ -77,14 +78,18 @@ class Answer:
         self._count += taken
         self._stamp(first_index)
         tokens = tokens[:taken]
+        told = report() if finish is not None or (first_index == 0 and tokens) else None
+        if told is not None:
+            self._cached_tokens = told.cached_tokens
         return Piece(
             first_index=first_index,
             token_ids=[token.token_id for token in tokens],
             text=text,
             logprobs=[token.logprobs for token in tokens] if self._logprobs else [],
-            finish=self._finish(finish, stop_string or "", report()) if finish is not None else None,
+            finish=self._finish(finish, stop_string or "", told) if finish is not None and told is not None else None,
             sample=self._sample,
             prompt_logprobs=self._scores.take() if self._scores is not None else None,
+            cached_tokens=self._cached_tokens,
         )
 
     def _read(self, tokens: Sequence[Token], finish: FinishReason | None) -> tuple[str, int, str | None]:

@@ -21,6 +21,8 @@ class Figures:
     """Of one gateway, over all doors; in a registry of its own."""
 
     def __init__(self, admission: Admission, fleet: Fleet) -> None:
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._registry = CollectorRegistry()
         self._registry.register(_State(admission, fleet))
         self._registry.register(TransferFigures(fleet))
@@ -61,6 +63,8 @@ class Figures:
         self._answers.labels(finish.reason.name.lower()).inc()
         self._output.inc(finish.output_tokens)
         if sample == 0:
+            self._prompt_tokens += finish.prompt_tokens
+            self._cached_tokens += finish.cached_tokens
             self._prompt.inc(finish.prompt_tokens)
             self._cached.inc(finish.cached_tokens)
         self._replays.inc(finish.replays)
@@ -68,6 +72,10 @@ class Figures:
         self._total.observe(times.total)
         if finish.output_tokens > 1:
             self._each.observe(times.decode / (finish.output_tokens - 1))
+
+    def cached_share(self) -> float:
+        """Of all prompts' tokens, those found in a prefix cache."""
+        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def text(self) -> bytes:
         """All of it."""

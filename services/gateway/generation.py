@@ -94,6 +94,7 @@ class GenerationRequest:
     request_id: str = ""
     timeout_s: float | None = None  # left until the caller's deadline, at arrival
     traceparent: str = ""
+    priority: int = 0  # lower ones go first
     cache_salt: bytes = b""  # the caller's wish; the tenant's own goes in before it is used
     tenant: Tenant = field(default_factory=current_tenant)
 
@@ -140,6 +141,7 @@ class Piece:
     finish: Finish | None = None
     sample: int = 0  # which answer it belongs to; `finish` ends that one
     prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where they were asked for
+    cached_tokens: int = 0  # of the prompt, which a worker had cached
 
 
 Send: TypeAlias = Callable[[Piece], Awaitable[None]]

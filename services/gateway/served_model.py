@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from ...engine.chat_template import PLAIN, ChatOptions, ChatTemplate
@@ -76,6 +77,7 @@ class ServedModel:
     detokenizer: Callable[[], TextStream]
     threads: ThreadPoolExecutor  # for tokenizing long texts
     special_token_ids: tuple[int, ...] = ()
+    folder: Path = Path()  # of its files
 
     @property
     def max_characters(self) -> int:

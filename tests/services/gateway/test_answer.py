@@ -151,3 +151,12 @@ def test_an_included_stop_token_is_sent_as_text(tokenizer: Tokenizer) -> None:
         assert pieces[-1].token_ids == [last]
     finish = feed(answer(tokenizer, **fields), [a, b], FinishReason.LENGTH)[-1]
     assert finish.text == "b"
+
+
+def test_each_piece_tells_the_cached_tokens_that_its_first_tokens_came_with(tokenizer: Tokenizer) -> None:
+    it = answer(tokenizer)
+    reports = iter([REPORT, WorkerReport(cached_tokens=5)])
+    pieces = [it.piece([], None, lambda: next(reports))]
+    pieces += [it.piece([Token(id_)], None, lambda: next(reports)) for id_ in (10, 11)]
+    pieces.append(it.piece([Token(12)], FinishReason.LENGTH, lambda: next(reports)))
+    assert [piece.cached_tokens for piece in pieces] == [0, 4, 4, 5]
