@@ -139,7 +139,7 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-def metadata(context: GenerateContext, key: str) -> str:
+def metadata(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:
     """A text value of the call's metadata, or empty."""
     for name, value in context.invocation_metadata() or ():
         if name == key and isinstance(value, str):

@@ -1,0 +1,38 @@
+"""Puts the engine door together."""
+
+from functools import partial
+
+from ...settings import GatewaySettings
+from ..admission import Admission
+from ..figures import Figures
+from ..lifecycle import Lifecycle
+from .about import ServerFacts, read_facts
+from .generate import Generate
+from .loads import loads_response
+from .running import Running
+from .servicer import VllmEngineServicer
+from .tokenizer_files import TokenizerFiles
+
+
+def engine_servicer(
+    settings: GatewaySettings, lifecycle: Lifecycle, admission: Admission, figures: Figures
+) -> VllmEngineServicer:
+    """For the gateway's own server."""
+    model, fleet, running = lifecycle.model, lifecycle.fleet, Running()
+    generate = Generate(
+        lifecycle,
+        running,
+        slow_reader_s=settings.slow_reader_s,
+        keep_alive_s=settings.keep_alive_s,
+        max_message_bytes=settings.max_message_bytes,
+    )
+    return VllmEngineServicer(
+        generate,
+        running,
+        model,
+        read_facts(model.folder),
+        ServerFacts(fleet, admission),
+        fleet,
+        partial(loads_response, fleet, figures),
+        TokenizerFiles(model.folder, model.threads),
+    )
