@@ -112,8 +112,8 @@ def _over() -> asyncio.CancelledError:
     return asyncio.CancelledError("the call is over")
 
 
-def _unexpected(error: Exception, method: str) -> TwostrokeError:
-    """Logs the place and the type, but not the message: it may quote a prompt."""
+def unexpected(error: Exception, method: str) -> TwostrokeError:
+    """What to tell of a fault of ours. Logs the place and the type, but not the message: it may quote a prompt."""
     stack = "".join(traceback.format_tb(error.__traceback__))
     logger.error("%s failed: %s at\n%s", method, type(error).__qualname__, stack)
     return TwostrokeError(f"internal error ({type(error).__name__})")
@@ -132,7 +132,7 @@ async def _guarded(work: Awaitable[Any], context: Context, method: str) -> Any:
     except Exception as error:
         if context.cancelled() or context.done():
             raise
-        await abort(context, _unexpected(error, method))
+        await abort(context, unexpected(error, method))
 
 
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -65,6 +65,8 @@ class DoorSecurity(BaseSettings):
     """Generated tokens of one tenant a minute, where its key does not say; 0: any number."""
     tenant_priority: int = Field(0, ge=MOST_URGENT, le=LEAST_URGENT)
     """Most urgent (lowest) `priority` that a tenant may ask for, where its key does not say."""
+    open_inference: bool = True
+    """Serve the Open Inference Protocol (with Triton's stream) beside the native API, on the same port."""
     reflection: bool = True
     """Serve gRPC's reflection, by which clients learn the API's messages."""
     metrics: bool = True

@@ -42,7 +42,19 @@ def test_scripts_of_the_shell() -> None:
 
 
 def test_make_knows_its_targets() -> None:
-    for target in ("demo", "test", "test-all", "soak", "clients", "bench-cpu", "lint", "protos", "docs", "clean", "help"):
+    for target in (
+        "demo",
+        "test",
+        "test-all",
+        "soak",
+        "clients",
+        "bench-cpu",
+        "lint",
+        "protos",
+        "docs",
+        "clean",
+        "help",
+    ):
         dry = ["make", "-n", "-C", str(ROOT), "VENV=/tmp/no-such-venv", target]
         done = subprocess.run(dry, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from ...engine.models import resolve, served_name
 from ...engine.tokenizer import Tokenizer
 from ...errors import ConfigError, Unavailable
 from ...kvtransfer.process import host_id
-from ...v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from ...v1 import cluster_pb2, cluster_pb2_grpc
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
 from ..security.cluster import cluster_dialer, is_local
@@ -22,19 +22,18 @@ from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
 from .cluster_service import ClusterServicer
+from .doors import add_doors, door_names
 from .figures import Figures
 from .fleet import Fleet
 from .http.app import build_app, build_metrics_app
 from .http.connection import LINGER_S, ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
-from .inference import InferenceServicer
 from .lifecycle import Lifecycle
 from .management import Management
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
 from .served_model import ServedModel, longest_token
 
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
 LAST_WORDS_S = 2.0  # for statuses to leave before the server stops
@@ -97,7 +96,7 @@ class Gateway:
         )
         self.authenticator = authenticator(settings)
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
-        self._management = Management(settings, self.authenticator, self.fleet, (INFERENCE, CLUSTER))
+        self._management = Management(settings, self.authenticator, self.fleet, (*door_names(settings), CLUSTER))
         self.http: HttpDoor | None = None
         self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens
@@ -107,12 +106,11 @@ class Gateway:
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
         settings = self._settings
-        inference = InferenceServicer(self.lifecycle, settings.keep_alive_s)
-        inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._server)
+        add_doors(self._server, settings, self.lifecycle, self.authenticator, self._is_serving)
         elsewhere = bool(settings.admin_listen)
         if not elsewhere:
             cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
-        names = (INFERENCE,) if elsewhere else (INFERENCE, CLUSTER)
+        names = door_names(settings) if elsewhere else (*door_names(settings), CLUSTER)
         reflect = settings.reflection and not elsewhere
         self._health = await add_health_and_reflection(self._server, names, reflect=reflect)
         try:

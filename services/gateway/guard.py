@@ -8,6 +8,10 @@ from ...errors import DeadlineExceeded, Overloaded, TwostrokeError
 from .generation import Piece, Send
 
 
+class SlowReader(Overloaded):
+    """The client does not read what it asked for."""
+
+
 class Guard:
     """For one request, one task and those that it waits for."""
 
@@ -47,7 +51,7 @@ class Guard:
 
     def too_slow(self) -> None:
         """The client does not keep up."""
-        self.end(Overloaded("the client reads too slowly"))
+        self.end(SlowReader("the client reads too slowly"))
 
     async def write(self, send: Send, piece: Piece) -> None:
         """Sends a piece under watch; one at a time, where several answers are written.

@@ -126,11 +126,12 @@ def prompt_positions(scores: PromptLogprobs) -> Iterator[Entries]:
 
 def prompt_entries(scores: PromptLogprobs, names: TokenNames) -> str:
     """`prompt_logprobs`: null for the first token, then an object a token, by token id."""
-    told = ["null", *(_prompt_entry(entries, names) for entries in prompt_positions(scores))]
+    told = ["null", *(ranked_entry(entries, names) for entries in prompt_positions(scores))]
     return "[" + ",".join(told) + "]"
 
 
-def _prompt_entry(entries: Entries, names: TokenNames) -> str:
+def ranked_entry(entries: Entries, names: TokenNames) -> str:
+    """An object of a token and its rivals by their ids; a token that was none of the likeliest has no rank."""
     chosen, *top = entries
     ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
     values = dict((chosen, *top))

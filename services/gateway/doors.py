@@ -1,0 +1,39 @@
+"""The gRPC services for clients: which ones a gateway offers, and how they are made."""
+
+from collections.abc import Callable
+
+import grpc.aio
+
+from ...oip import grpc_service_pb2, grpc_service_pb2_grpc
+from ...v1 import inference_pb2, inference_pb2_grpc
+from ..settings import GatewaySettings
+from .auth import Authenticator
+from .inference import InferenceServicer
+from .lifecycle import Lifecycle
+from .oip.servicer import Limits, OpenInferenceServicer
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+OPEN_INFERENCE = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+
+def door_names(settings: GatewaySettings) -> tuple[str, ...]:
+    """Full names of the services, for reflection and health."""
+    return (INFERENCE, OPEN_INFERENCE) if settings.open_inference else (INFERENCE,)
+
+
+def add_doors(
+    server: grpc.aio.Server,
+    settings: GatewaySettings,
+    lifecycle: Lifecycle,
+    authenticator: Authenticator,
+    serving: Callable[[], bool],
+) -> None:
+    """Adds those of `door_names`. `serving`: whether requests are taken and could be served."""
+    native = InferenceServicer(lifecycle, settings.keep_alive_s)
+    inference_pb2_grpc.add_InferenceServicer_to_server(native, server)
+    if settings.open_inference:
+        limits = Limits(settings.max_message_bytes, settings.slow_reader_s, settings.keep_alive_s)
+        open_inference = OpenInferenceServicer(
+            lifecycle, limits, serving=serving, authenticate=authenticator.authenticate
+        )
+        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)

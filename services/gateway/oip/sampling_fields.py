@@ -1,0 +1,79 @@
+"""Parameters of sampling as Triton's vLLM backend names them, which is mostly as the HTTP door does."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic_core import from_json
+
+from ....errors import InvalidRequest
+from ..http.errors import HttpRefusal
+from ..http.generation_fields import GenerationFields
+from .tensors import shortened, shown
+
+TAKEN = frozenset(
+    (
+        *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "logit_bias", "bad_words"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids", "banned_token_ids"),
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("n", "logprobs", "cache_salt"),
+    )
+)
+"""Of the fields that doors share: those that mean something here."""
+MAX_JSON = 1 << 20  # bytes: read on the loop, where others wait meanwhile
+_TEXTS = frozenset(("stop", "cache_salt"))  # whose values are texts themselves
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class SamplingFields(GenerationFields):
+    """Defaults are the backend's."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationFields.unsupported,
+        "best_of": (1,),
+        "detokenize": (True,),
+        "extra_args": ({},),
+        "flat_logprobs": (False,),
+        "guided_decoding": (),
+        "lora_name": (),
+        "output_kind": (),
+        "prompt_logprobs": (),
+        "skip_reading_prefix_cache": (False,),
+    }
+
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "SamplingFields":
+        """InvalidRequest that names the first one that is wrong, unknown or not supported."""
+        for name in given:
+            if name not in TAKEN and name not in cls.unsupported:
+                raise InvalidRequest(f"there is no parameter {shown(name)} here", field=shortened(name))
+        try:
+            return cls.read({name: plain(name, value) for name, value in given.items()})
+        except HttpRefusal as refusal:
+            raise InvalidRequest(refusal.message, field=refusal.field) from None
+
+
+def plain(name: str, value: Any) -> Any:
+    """A number, a list or an object may come as text, as parameters hold nothing else and Triton's clients send so."""
+    if not isinstance(value, str) or name in _TEXTS or len(value) > MAX_JSON:
+        return value
+    try:
+        return from_json(_PYTHON.get(value, value).encode("utf-8", "replace"), allow_inf_nan=False)
+    except ValueError:
+        return value
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """The parameters of a JSON object. InvalidRequest."""
+    field = "sampling_parameters"
+    if len(text) > MAX_JSON:
+        raise InvalidRequest(f"{field} has {len(text)} bytes, at most {MAX_JSON}", field=field)
+    try:
+        given = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} is no valid JSON: {error}", field=field) from None
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{field} must be a JSON object", field=field)
+    return given
