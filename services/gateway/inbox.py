@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ...engine.request import SequenceOutput
 from ...v1 import worker_pb2
+from .turns import Turns
 
 EVENT_BYTES = 32  # of an event, without its tokens
 TOKEN_BYTES = 8
@@ -58,16 +59,18 @@ class Inbox:
     nothing more is kept.
     """
 
-    def __init__(self, limit_bytes: int, on_full: Callable[[], None]) -> None:
+    def __init__(self, limit_bytes: int, on_full: Callable[[], None], turns: Turns) -> None:
+        """`turns`: in which what has come is taken."""
         self._limit = limit_bytes
         self._on_full = on_full
+        self._turns = turns
         self._events: list[Event] = []
         self._bytes = 0
         self._full = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of a taker that waits for events, not for its turn
 
     def put(self, event: Event) -> None:
-        """Adds an event and wakes the taker."""
+        """Adds an event; the taker's turn will come."""
         if self._full:
             return
         self._bytes += size_of(event)
@@ -77,15 +80,20 @@ class Inbox:
             self._on_full()
             return
         self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            self._turns.queue(waiter)
 
     async def take(self) -> list[Event]:
-        """All that has come, in order; waits for at least one."""
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
+        """All that has come, in order; waits for at least one, and for its turn."""
+        if not (self._events and self._turns.now()):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if self._events:
+                self._turns.queue(waiter)
+            else:
+                self._waiter = waiter
             try:
-                await self._waiter
+                await waiter
             finally:
                 self._waiter = None
         events, self._events, self._bytes = self._events, [], 0

@@ -27,6 +27,7 @@ from .inbox import Inbox
 from .parameters import complete_params
 from .prompt_scores import PromptScores
 from .served_model import ServedModel
+from .turns import Turns
 from .validation import check_input, check_length, check_width, validate
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Lifecycle:
         self._figures = figures
         self._numbers = count(1)
         self._guards: set[Guard] = set()
+        self._turns = Turns()
 
     async def generate(self, request: GenerationRequest, send: Send) -> None:
         """Runs a request; `send` gets the pieces of its answer. Raises what the caller shall be told."""
@@ -171,7 +173,7 @@ class Lifecycle:
             job,
             SequenceKey(self._incarnation, number, sample, 0),
             self._dispatcher,
-            lambda: Inbox(buffer_bytes, guard.too_slow),
+            lambda: Inbox(buffer_bytes, guard.too_slow, self._turns),
             max_attempts=self._max_attempts,
             wait_s=self._replay_wait_s,
         )

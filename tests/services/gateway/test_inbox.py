@@ -15,6 +15,7 @@ from twostroke.services.gateway.inbox import (
     Output,
     size_of,
 )
+from twostroke.services.gateway.turns import Turns
 
 
 def output(*ids: int, logprobs: int = 0) -> Output:
@@ -27,14 +28,14 @@ def never() -> None:
 
 
 async def test_takes_all_that_came_in_order() -> None:
-    inbox, events = Inbox(10_000, never), [output(1), Gone(2, "x"), output(2, 3)]
+    inbox, events = Inbox(10_000, never, Turns()), [output(1), Gone(2, "x"), output(2, 3)]
     for event in events:
         inbox.put(event)
     assert await inbox.take() == events
 
 
 async def test_a_taker_that_waits_is_woken_once_for_all() -> None:
-    inbox = Inbox(10_000, never)
+    inbox = Inbox(10_000, never, Turns())
     taken: list[list[Event]] = []
 
     async def take() -> None:
@@ -49,7 +50,7 @@ async def test_a_taker_that_waits_is_woken_once_for_all() -> None:
 
 
 async def test_a_taker_can_be_cancelled_and_nothing_is_lost() -> None:
-    inbox = Inbox(10_000, never)
+    inbox = Inbox(10_000, never, Turns())
     task = asyncio.create_task(inbox.take())
     await asyncio.sleep(0)
     inbox.put(output(1))
@@ -61,7 +62,7 @@ async def test_a_taker_can_be_cancelled_and_nothing_is_lost() -> None:
 
 async def test_the_bound_is_told_once_and_nothing_more_is_kept() -> None:
     told: list[int] = []
-    inbox = Inbox(2 * (EVENT_BYTES + TOKEN_BYTES), lambda: told.append(1))
+    inbox = Inbox(2 * (EVENT_BYTES + TOKEN_BYTES), lambda: told.append(1), Turns())
     inbox.put(output(1))
     inbox.put(output(2))
     assert not told
@@ -71,7 +72,7 @@ async def test_the_bound_is_told_once_and_nothing_more_is_kept() -> None:
 
 
 async def test_taking_makes_room() -> None:
-    inbox = Inbox(EVENT_BYTES + TOKEN_BYTES, never)
+    inbox = Inbox(EVENT_BYTES + TOKEN_BYTES, never, Turns())
     for id_ in range(5):
         inbox.put(output(id_))
         assert await inbox.take() == [output(id_)]
@@ -80,3 +81,13 @@ async def test_taking_makes_room() -> None:
 def test_sizes() -> None:
     assert size_of(Gone(1, "x")) == EVENT_BYTES
     assert size_of(output(1, 2, logprobs=3)) == EVENT_BYTES + 2 * TOKEN_BYTES + 6 * LOGPROB_BYTES
+
+
+async def test_one_that_has_events_waits_for_its_turn_and_takes_what_came_meanwhile() -> None:
+    turns = Turns(1)
+    first, second = Inbox(10_000, never, turns), Inbox(10_000, never, turns)
+    for inbox in (first, second):
+        inbox.put(output(1))
+    assert await first.take() == [output(1)]
+    asyncio.get_running_loop().call_soon(second.put, output(2))
+    assert await second.take() == [output(1), output(2)]

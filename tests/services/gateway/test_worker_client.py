@@ -14,6 +14,7 @@ from twostroke.services.gateway.fleet import Fleet
 from twostroke.services.gateway.inbox import Failed, Gone, Inbox, Output
 from twostroke.services.gateway.router import Role
 from twostroke.services.gateway.wire_gateway import make_submit
+from twostroke.services.gateway.turns import Turns
 from twostroke.services.gateway.worker_client import PATIENCE_S, WorkerClient, _ending, _write
 from twostroke.services.gateway.worker_session import WorkerSession
 from twostroke.services.grpc_setup import open_channel
@@ -43,7 +44,7 @@ async def fleet(*workers: Any, silence_s: float = 10.0, model: str = "llama") ->
 
 
 def inbox() -> Inbox:
-    return Inbox(1 << 20, lambda: None)
+    return Inbox(1 << 20, lambda: None, Turns())
 
 
 def key(request: int, attempt: int = 0) -> SequenceKey:
