@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import TwostrokeError
-from .admission import OutputLength
 from .batch import Failed, Launched, Runner, Scoring
+from .output_length import OutputLength
 from .request import (
     NO_TOKEN,
     FinishReason,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.engine.admission import FIRST_ESTIMATE, OutputLength
+from twostroke.engine.output_length import FIRST_ESTIMATE, OutputLength
 from twostroke.engine.request import SequenceKey, Work
 from twostroke.engine.sequence import State
 
