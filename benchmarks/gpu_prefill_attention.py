@@ -1,6 +1,6 @@
 """Prefill attention on a GPU: shapes of the Triton kernel beside torch's fused kernels, in TFLOP/s.
 
-`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|parts|none] [--json FILE]`. 32 query and 8 KV heads
+`python benchmarks/gpu_prefill_attention.py [--shapes plain|hopper|none] [--json FILE]`. 32 query and 8 KV heads
 of 128, bf16, causal, pages of 64. Every way is first compared with float32; one that is wrong or fails is named and not
 timed. About 80 s.
 """
@@ -48,27 +48,18 @@ PLAIN = {
 }
 
 
-def parted(parts: int = 2, keys: int = 128, stages: int = 3, pack: int = 1, **rest: bool) -> PrefillShape:
-    return PrefillShape(64 * parts, keys, 4 * parts, stages, pack, hopper=True, partitions=parts, **rest)
+def hopper(keys: int = 128, stages: int = 3, pack: int = 1) -> PrefillShape:
+    return PrefillShape(128, keys, 8, stages, pack, hopper=True)
 
 
 HOPPER = {
-    "hopper 128x128": PrefillShape(128, 128, 8, 3, GROUP, hopper=True),
-    "hopper 128x128, 2 stages": PrefillShape(128, 128, 8, 2, GROUP, hopper=True),
-    "hopper 128x64, 4 stages": PrefillShape(128, 64, 8, 4, GROUP, hopper=True),
-    "hopper 128x128, a head a tile": PrefillShape(128, 128, 8, 3, 1, hopper=True),
+    "hopper 128x128": hopper(),
+    "hopper 128x128, 2 stages": hopper(stages=2),
+    "hopper 128x128, 2 heads a tile": hopper(pack=2),
+    "hopper 128x128, 4 heads a tile": hopper(pack=4),
+    "hopper 128x64, 5 stages": hopper(keys=64, stages=5),
 }
-PARTS = {
-    "2 parts": parted(),
-    "2 parts, ordered": parted(ordered=True),
-    "2 parts, resident": parted(resident=True),
-    "2 parts, ordered, resident": parted(ordered=True, resident=True),
-    "2 parts, ordered, resident, 2 heads": parted(pack=2, ordered=True, resident=True),
-    "2 parts, ordered, resident, 4 heads": parted(pack=4, ordered=True, resident=True),
-    "2 parts of 128x64, ordered, resident": parted(keys=64, stages=5, ordered=True, resident=True),
-    "3 parts of 192x64, ordered, resident": parted(3, keys=64, stages=5, ordered=True, resident=True),
-}
-SHAPES = {"plain": PLAIN, "hopper": HOPPER | PARTS, "parts": PARTS, "none": {}}
+SHAPES = {"plain": PLAIN, "hopper": HOPPER, "none": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +176,7 @@ def at_once(point: Point, backend: SDPBackend) -> Callable[[], object]:
 
 def ways(point: Point, shapes: dict[str, PrefillShape]) -> dict[str, Callable[[], object]]:
     """The engine's own first, the peers next, other shapes last. At 2k the copy of the peers' output is some 2%."""
-    engine = prefill_shape(HEADS, KV_HEADS, HEAD_DIM, PAGE, DTYPE)
+    engine = prefill_shape(HEADS, KV_HEADS, HEAD_DIM, PAGE, DTYPE, hopper=torch.cuda.get_device_capability() == (9, 0))
     found = {"engine": paged(point, engine)}
     for name, attend in (("cudnn", cudnn_attend), ("flash", flash_attend)):
         found[f"{name}, span by span"] = by_span(point, attend)

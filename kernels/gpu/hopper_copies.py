@@ -44,46 +44,12 @@ def _copy_block(
 
 
 @gluon.jit
-def copy_blocks(
+def copy_tiles(
     slabs,
     k_tiles,
     v_tiles,
     ready,  # shared [stages, 1]: K of block j and V of block j - 1 are there
     free,  # shared [stages, 1]: they were used
-    table,
-    kv_head,
-    origin,  # position of block 0
-    end,
-    stages: gl.constexpr,
-    block: gl.constexpr,
-    width: gl.constexpr,
-    kv_heads: gl.constexpr,
-    page_size: gl.constexpr,
-):
-    """The copying warp: blocks in the order in which they are used."""
-    blocks = (end - origin + block - 1) // block
-    for j in range(blocks + 1):
-        stage, begin = j % stages, origin + j * block
-        now = ready.index(stage)
-        mbarrier.wait(free.index(stage), (j // stages + 1) & 1)
-        mbarrier.expect(now, 2 * block * width * 2, pred=(j > 0) & (j < blocks))
-        mbarrier.expect(now, block * width * 2, pred=(j == 0) | (j == blocks))
-        if j < blocks:
-            _copy_block(slabs, k_tiles, now, stage, table, kv_head, begin, end, block, width, kv_heads, page_size)
-        if j > 0:
-            _copy_block(
-                slabs, v_tiles, now, stage, table, kv_head + kv_heads, begin - block, end,
-                block, width, kv_heads, page_size,
-            )  # fmt: skip
-
-
-@gluon.jit
-def copy_tiles(
-    slabs,
-    k_tiles,
-    v_tiles,
-    ready,
-    free,
     tables,
     table_stride,
     tiles,
@@ -97,7 +63,7 @@ def copy_tiles(
     page_size: gl.constexpr,
     window: gl.constexpr,
 ):
-    """As `copy_blocks`, for all items of a program: the next one's first blocks come while the last is at work."""
+    """The copying warp: blocks in the order in which they are used, an item's first ones while the last is at work."""
     taken, use = item_count(items), gl.to_tensor(0)
     for i in range(taken):
         head_block, slot, _, count, start = item(tiles, i, taken, head_blocks)

@@ -19,9 +19,6 @@ class PrefillShape:
     bulk: bool = False  # K and V by Hopper's bulk tensor copies; keys <= page_size
     held: bool = False  # queries in registers, not in shared memory
     hopper: bool = False  # the kernel in hopper_attention.py, for 16-bit types and compute capability 9.0
-    partitions: int = 1  # of that kernel: 2 or 3 of 64 rows and 4 warps each go their own way (hopper_parts.py)
-    ordered: bool = False  # partitions start their products in turn
-    resident: bool = False  # of partitions: a program a multiprocessor, which takes several tiles
 
     @property
     def tokens(self) -> int:

@@ -292,62 +292,10 @@ def test_pages_beyond_two_to_the_31_elements(device, bulk):
     case.check(PrefillShape(128, 64, 8, 2, 2, bulk=bulk))
 
 
-def hopper(case: Case, keys: int, stages: int) -> PrefillShape:
+def hopper(keys: int = 128, stages: int = 3, pack: int = 1) -> PrefillShape:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    return PrefillShape(128, keys, 8, stages, case.shape.pack, hopper=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("page", "heads", "kv_heads", "head_dim"), GPU_SIZES)
-def test_hopper(device, page, heads, kv_heads, head_dim):
-    dtype = torch.float16 if head_dim == 80 else torch.bfloat16
-    case = Case(around(page), device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page)
-    shape = hopper(case, 64, 2) if head_dim == 256 else hopper(case, 128, 3)
-    case.check(shape)
-    assert torch.equal(case.run(shape, (1, 17, 64, 100)), case.run(shape))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 4)])
-def test_hopper_blocks_and_stages(device, keys, stages):
-    case = Case(around(64), device=device, dtype=torch.bfloat16, heads=8, head_dim=128, page=64)
-    case.check(hopper(case, keys, stages))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (64, 0.0), (100, 30.0), (1000, 0.0), (0, 50.0)])
-def test_hopper_windows_and_soft_caps(device, window, cap):
-    spans = [(0, 130), (200, 20), (37, 2), (16, 1), (63, 900)]
-    case = Case(spans, device=device, dtype=torch.bfloat16, page=64, head_dim=128, window=window, cap=cap)
-    shape = hopper(case, 128, 3)
-    case.check(shape)
-    assert torch.equal(case.run(shape, (1, 17, 64, 100)), case.run(shape))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("start", [4095, 32000])
-def test_hopper_long_prefixes(device, start):
-    case = Case([(start, 700), (0, 4097)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=8)
-    shape = hopper(case, 128, 3)
-    case.check(shape)
-    whole = case.run(shape)
-    for _ in range(20):  # a race would show as a difference
-        assert torch.equal(case.run(shape), whole)
-    assert torch.equal(case.run(shape, (1, 128, 300)), whole)
-
-
-@pytest.mark.gpu
-def test_hopper_pages_beyond_two_to_the_31_elements(device):
-    case = Case([(100, 200)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, kv_heads=2, pages=1 << 17)
-    case.check(hopper(case, 128, 3))
-
-
-def parted(parts: int = 2, keys: int = 128, stages: int = 3, pack: int = 1, **rest: bool) -> PrefillShape:
-    """`rest`: `ordered`, `resident`."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    return PrefillShape(64 * parts, keys, 4 * parts, stages, pack, hopper=True, partitions=parts, **rest)
+    return PrefillShape(128, keys, 8, stages, pack, hopper=True)
 
 
 def every_length(blocks: int, keys: int) -> list[tuple[int, int]]:
@@ -358,69 +306,60 @@ def every_length(blocks: int, keys: int) -> list[tuple[int, int]]:
 
 # A warpgroup that is not waited for, or a stage that is overwritten, shows in bits. Programs take several items each.
 @pytest.mark.gpu
-@pytest.mark.parametrize(("keys", "stages"), [(128, 3), (64, 5), (128, 2)])
-def test_partitions_of_every_kind_give_the_same_bits(device, keys, stages):
+@pytest.mark.parametrize(("keys", "stages"), [(128, 3), (64, 5), (64, 2), (128, 2)])
+def test_hopper_blocks_and_stages(device, keys, stages):
     case = Case(every_length(5, keys), device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=8)
-    case.check(parted(2, keys, stages))
-    expected = case.run(parted(2, keys, stages))
-    kinds = [{"ordered": o, "resident": r} for o in (False, True) for r in (False, True)]
-    for kind in kinds:
-        for _ in range(20):
-            assert torch.equal(case.run(parted(2, keys, stages, **kind)), expected), kind
-    assert torch.equal(case.run(parted(2, keys, stages, pack=4, ordered=True, resident=True)), expected)
-    if keys == 64:
-        for kind in kinds[1:]:
-            for _ in range(20):
-                assert torch.equal(case.run(parted(3, keys, stages, **kind)), expected), kind
+    case.check(hopper(keys, stages))
+    expected = case.run(hopper(keys, stages))
+    for _ in range(50):
+        assert torch.equal(case.run(hopper(keys, stages)), expected)
+    assert torch.equal(case.run(hopper(keys, stages, pack=4)), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("page", "heads", "kv_heads", "head_dim"), GPU_SIZES)
-def test_partitions(device, page, heads, kv_heads, head_dim):
+def test_hopper(device, page, heads, kv_heads, head_dim):
     dtype = torch.float16 if head_dim == 80 else torch.bfloat16
     case = Case(around(page), device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page)
     keys, stages = (64, 2) if head_dim == 256 else (128, 3)
-    shape = parted(2, keys, stages, ordered=True, resident=True, pack=case.shape.pack if heads < 32 else 1)
+    shape = hopper(keys, stages, pack=case.shape.pack if heads < 32 else 1)
     case.check(shape)
     assert torch.equal(case.run(shape, (1, 17, 64, 100)), case.run(shape))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (64, 0.0), (100, 30.0), (1000, 0.0), (0, 50.0)])
-def test_windows_and_soft_caps_of_partitions(device, window, cap, parts):
+def test_hopper_windows_and_soft_caps(device, window, cap):
     spans = [(0, 130), (200, 20), (37, 2), (16, 1), (63, 900), *every_length(3, 128)]
     case = Case(spans, device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=8, window=window, cap=cap)
-    shape = parted(parts, *((64, 5) if parts == 3 else (128, 3)), ordered=True, resident=True)
-    case.check(shape)
-    whole = case.run(shape)
+    case.check(hopper())
+    whole = case.run(hopper())
     for _ in range(10):
-        assert torch.equal(case.run(shape), whole)
-    assert torch.equal(case.run(shape, (1, 17, 64, 100)), whole)
+        assert torch.equal(case.run(hopper()), whole)
+    assert torch.equal(case.run(hopper(), (1, 17, 64, 100)), whole)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("start", [4095, 32000])
-def test_long_prefixes_of_partitions(device, start, resident):
+def test_hopper_long_prefixes(device, start):
     case = Case([(start, 700), (0, 4097)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, heads=16)
-    shape = parted(ordered=True, resident=resident)
-    case.check(shape)
-    whole = case.run(shape)
+    case.check(hopper())
+    whole = case.run(hopper())
     for _ in range(20):
-        assert torch.equal(case.run(shape), whole)
-    assert torch.equal(case.run(shape, (1, 128, 300)), whole)
+        assert torch.equal(case.run(hopper()), whole)
+    assert torch.equal(case.run(hopper(), (1, 128, 300)), whole)
 
 
 @pytest.mark.gpu
-def test_pages_beyond_two_to_the_31_elements_of_partitions(device):
+def test_hopper_pages_beyond_two_to_the_31_elements(device):
     case = Case([(100, 200)], device=device, dtype=torch.bfloat16, page=64, head_dim=128, kv_heads=2, pages=1 << 17)
-    case.check(parted(ordered=True, resident=True))
+    case.check(hopper())
 
 
-def test_partitions_are_of_a_warpgroup_each():
-    parts = pytest.importorskip("twostroke.kernels.gpu.hopper_parts")
-    x = torch.zeros(1)
-    for shape in (PrefillShape(128, 64, 4, 3, 1, partitions=2), PrefillShape(128, 64, 8, 1, 1, partitions=2)):
+def test_hopper_tiles_are_of_two_warpgroups():
+    attention = pytest.importorskip("twostroke.kernels.gpu.hopper_attention").hopper_attention
+    x, pool = torch.zeros(1), torch.zeros(1, 2, 1, 64, 64, dtype=torch.bfloat16)
+    tiles = torch.zeros(1, 4, dtype=torch.int32)
+    for shape in (PrefillShape(64, 64, 8, 3, 1), PrefillShape(128, 64, 4, 3, 1), PrefillShape(128, 64, 8, 1, 1)):
         with pytest.raises(ValueError, match="cannot be cut so"):
-            parts.parts_attention(x, x, x, x, x, 1, shape, {})
+            attention(x, pool, x, tiles, x, heads=1, kv_heads=1, page_size=64, scale=1.0, shape=shape)
