@@ -14,6 +14,7 @@ MAX_PENDING = 1 << 16
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 HANDSHAKE_MS = 10_000  # until a connection's TLS and HTTP/2 stand
+SILENT_S = 30.0
 
 Option = tuple[str, int | str]
 OpenChannel: TypeAlias = Callable[[str], grpc.aio.Channel]
@@ -83,14 +84,22 @@ def connection_fault(details: str) -> str:
     return "it does not speak TLS" if "WRONG_VERSION_NUMBER" in text else reason
 
 
-def connection_limits(*, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0) -> list[Option]:
+def connection_limits(
+    *, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0, silent_s: float = SILENT_S
+) -> list[Option]:
     """What one connection may have: metadata of a call, calls at once, seconds without a call, seconds in all (after
-    which it takes no new calls). 0 seconds: for ever."""
+    which it takes no new calls); 0 seconds: for ever. A client that says nothing for `silent_s`, and then does not answer
+    a ping for as long, has vanished: its calls are cancelled."""
+    silent_ms = round(silent_s * 1000)
     options: list[Option] = [
         ("grpc.max_metadata_size", metadata_bytes),
         ("grpc.absolute_max_metadata_size", metadata_bytes),
         ("grpc.max_concurrent_streams", streams),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", silent_ms),
+        ("grpc.keepalive_timeout_ms", silent_ms),
+        ("grpc.http2.ping_timeout_ms", silent_ms),  # on a server the one before it is not enough
+        ("grpc.http2.max_pings_without_data", 0),  # a request may wait for long
     ]
     ages = (("grpc.max_connection_idle_ms", idle_s), ("grpc.max_connection_age_ms", age_s))
     return options + [(name, round(seconds * 1000)) for name, seconds in ages if seconds > 0]

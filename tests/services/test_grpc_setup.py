@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -9,8 +10,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from twostroke.services.grpc_setup import add_health_and_reflection, bind, channel_options, create_server, open_channel
+from twostroke.services.grpc_setup import (
+    add_health_and_reflection,
+    bind,
+    channel_options,
+    connection_limits,
+    create_server,
+    open_channel,
+)
 
+from ..raw_http2 import connected
 from .cluster import refusal
 
 SERVICE = "twostroke.v1.Inference"
@@ -98,6 +107,47 @@ async def test_a_client_that_pings_each_second_keeps_its_stream() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await anext(seen)
+    await server.stop(None)
+
+
+async def test_pings_at_any_pace_end_nothing() -> None:
+    """With a stream and without one; faster than what gRPC takes for abuse."""
+    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100))
+    await add_health_and_reflection(server, ())
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    for watches in (False, True):
+        async with connected(address) as connection:
+            if watches:
+                connection.call("/grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest())
+            for _ in range(20):
+                connection.ping()
+                await asyncio.sleep(0.02)
+            async with asyncio.timeout(20):
+                while connection.pongs < 20 and not connection.closed:
+                    await asyncio.sleep(0.01)
+            assert not connection.closed
+    await server.stop(None)
+
+
+async def test_a_client_that_vanished_is_noticed_and_one_that_is_only_silent_is_kept() -> None:
+    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100, silent_s=0.5))
+    ended = asyncio.Event()
+
+    async def wait(_: bytes, context: Any) -> None:
+        context.add_done_callback(lambda _: ended.set())
+        await asyncio.Event().wait()
+
+    handlers = {"Wait": grpc.unary_stream_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with connected(address) as connection:
+        connection.call("/test/Wait", health_pb2.HealthCheckRequest())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 1.5)
+        connection.vanish()
+        await asyncio.wait_for(ended.wait(), 20)
     await server.stop(None)
 
 

@@ -1,0 +1,125 @@
+"""HTTP/2 by hand: what gRPC's own client does not let a test do, such as a deadline that only the server keeps."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import (
+    DataReceived,
+    Event,
+    PingAckReceived,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
+
+
+@dataclass
+class Call:
+    """What came of one request."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+    trailers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    reset: int | None = None  # the error code of RST_STREAM
+    ended: bool = False
+
+    @property
+    def status(self) -> int | None:
+        """gRPC's; None where there is none."""
+        told = (self.trailers or self.headers).get("grpc-status")
+        return None if told is None else int(told)
+
+
+class Connection:
+    """One connection in plaintext. `closed`: the other side ended it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._protocol = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        self._protocol.initiate_connection()
+        self._calls: dict[int, Call] = {}
+        self._changed = asyncio.Condition()
+        self.closed = False
+        self.pongs = 0
+        self._flush()
+
+    def _flush(self) -> None:
+        self._writer.write(self._protocol.data_to_send())
+
+    def call(self, path: str, message: Message, **headers: str) -> Call:
+        """Sends a whole gRPC request; `headers` with _ for -."""
+        number = self._protocol.get_next_available_stream_id()
+        told = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test"), ("te", "trailers")]
+        told += [("content-type", "application/grpc"), *((k.replace("_", "-"), v) for k, v in headers.items())]
+        self._protocol.send_headers(number, told)
+        data = message.SerializeToString()
+        self._protocol.send_data(number, struct.pack(">BI", 0, len(data)) + data, end_stream=True)
+        self._flush()
+        self._calls[number] = Call()
+        return self._calls[number]
+
+    def ping(self) -> None:
+        """Its answer is counted in `pongs`."""
+        self._protocol.ping(b"01234567")
+        self._flush()
+
+    def vanish(self) -> None:
+        """Reads no more, so that nothing is answered; the connection stays open."""
+        self._writer.transport.pause_reading()
+
+    async def read(self) -> None:
+        """Takes in what comes, until the other side closes."""
+        while data := await self._reader.read(1 << 16):
+            for event in self._protocol.receive_data(data):
+                self._take(event)
+            self._flush()
+            async with self._changed:
+                self._changed.notify_all()
+        async with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, PingAckReceived):
+            self.pongs += 1
+        call = self._calls.get(getattr(event, "stream_id", None) or 0)
+        if call is None:
+            return
+        if isinstance(event, ResponseReceived):
+            call.headers = {str(name): str(value) for name, value in event.headers}
+        elif isinstance(event, TrailersReceived):
+            call.trailers = {str(name): str(value) for name, value in event.headers}
+        elif isinstance(event, DataReceived):
+            call.body += event.data
+            self._protocol.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        elif isinstance(event, StreamReset):
+            call.reset, call.ended = int(event.error_code), True
+        elif isinstance(event, StreamEnded):
+            call.ended = True
+
+    async def end_of(self, call: Call, seconds: float = 30.0) -> None:
+        """Waits for it; TimeoutError."""
+        async with asyncio.timeout(seconds), self._changed:
+            await self._changed.wait_for(lambda: call.ended or self.closed)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Connection]:
+    """A connection to host:port that is read all the time."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    connection = Connection(reader, writer)
+    reading = asyncio.create_task(connection.read())
+    try:
+        yield connection
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        writer.close()
