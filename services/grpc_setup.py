@@ -14,6 +14,7 @@ MAX_PENDING = 1 << 16
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 HANDSHAKE_MS = 10_000  # until a connection's TLS and HTTP/2 stand
+CONNECT_MS = 5_000  # the same, at the end that opens it: a busy machine or a long way takes its time
 SILENT_S = 30.0
 
 Option = tuple[str, int | str]
@@ -56,7 +57,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # what gRPC bounds an attempt by; it waits no longer for that
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
 

@@ -133,10 +133,15 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
+        task.add_done_callback(_seen)
         await asyncio.wait([task], timeout=METADATA_S)
-        if task.done() and not task.cancelled():
-            task.exception()  # seen: the cancel is what counts
         raise
+
+
+def _seen(task: "asyncio.Task[None]") -> None:
+    """The cancel is what counts, however late the work ends, and how."""
+    if not task.cancelled():
+        task.exception()
 
 
 def metadata(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:
@@ -164,9 +169,11 @@ def read_request(
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         n=request.n or 1,
+        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
         request_id=request_id,
         timeout_s=timeout_s,
         traceparent=traceparent,
+        priority=request.priority,
     )
 
 

@@ -1,6 +1,7 @@
 """The native gRPC door: what clients send and see; bad input beside a neighbour."""
 
 import asyncio
+import gc
 import math
 import re
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import pytest
 from twostroke.engine.request import Constraint, ConstraintKind, FinishReason
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import InvalidRequest
+from twostroke.services.gateway import inference
 from twostroke.services.gateway.generation import Finish, Piece, Timings, TokenInput
 from twostroke.services.gateway.inference import (
     Places,
@@ -317,3 +319,26 @@ def test_small_conversions() -> None:
     assert math.isnan(write_logprob(()).logprob)
     times = write_timings(Timings(queue=0.0, prefill=1e-9, total=1.5))
     assert (times.queue_us, times.prefill_us, times.total_us) == (0, 1, 1_500_000)
+
+
+async def test_a_failure_after_a_cancel_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gRPC says of a client that is gone may come after we ceased to wait for it; nothing is logged of it."""
+    monkeypatch.setattr(inference, "METADATA_S", 0.01)
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    late = asyncio.Event()
+
+    async def fails() -> None:
+        await late.wait()
+        raise RuntimeError("the client is gone")
+
+    task = asyncio.create_task(inference.uninterrupted(fails()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    late.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not told

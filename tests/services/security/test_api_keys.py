@@ -147,6 +147,7 @@ def line(**changes: Any) -> str:
         line(expires="2027-01-31T00:00:00"),
         line(expires=7),
     ],
+    ids=lambda _: "line",  # what is in it is drawn anew by each process that runs tests
 )
 def test_a_wrong_line_is_named_and_never_quoted(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"^api_keys: keys.jsonl, line 2: ") as refused:
