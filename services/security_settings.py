@@ -67,6 +67,8 @@ class DoorSecurity(BaseSettings):
     """Most urgent (lowest) `priority` that a tenant may ask for, where its key does not say."""
     open_inference: bool = True
     """Serve the Open Inference Protocol (with Triton's stream) beside the native API, on the same port."""
+    vllm_engine: bool = True
+    """Serve `vllm.grpc.engine.VllmEngine` too, by which LLM routers take the gateway for an engine, on the same port."""
     reflection: bool = True
     """Serve gRPC's reflection, by which clients learn the API's messages."""
     metrics: bool = True

@@ -5,12 +5,17 @@ from collections.abc import Callable
 import grpc.aio
 
 from ...oip import grpc_service_pb2, grpc_service_pb2_grpc
+from ...smg import vllm_engine_pb2_grpc
 from ...v1 import inference_pb2, inference_pb2_grpc
 from ..settings import GatewaySettings
+from .admission import Admission
 from .auth import Authenticator
+from .figures import Figures
 from .inference import InferenceServicer
 from .lifecycle import Lifecycle
 from .oip.servicer import Limits, OpenInferenceServicer
+from .vllm_engine.door import engine_servicer
+from .vllm_engine.servicer import SERVICE as VLLM_ENGINE
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 OPEN_INFERENCE = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -18,7 +23,12 @@ OPEN_INFERENCE = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceServ
 
 def door_names(settings: GatewaySettings) -> tuple[str, ...]:
     """Full names of the services, for reflection and health."""
-    return (INFERENCE, OPEN_INFERENCE) if settings.open_inference else (INFERENCE,)
+    names = [INFERENCE]
+    if settings.open_inference:
+        names.append(OPEN_INFERENCE)
+    if settings.vllm_engine:
+        names.append(VLLM_ENGINE)
+    return tuple(names)
 
 
 def add_doors(
@@ -27,6 +37,8 @@ def add_doors(
     lifecycle: Lifecycle,
     authenticator: Authenticator,
     serving: Callable[[], bool],
+    admission: Admission,
+    figures: Figures,
 ) -> None:
     """Adds those of `door_names`. `serving`: whether requests are taken and could be served."""
     native = InferenceServicer(lifecycle, settings.keep_alive_s)
@@ -37,3 +49,6 @@ def add_doors(
             lifecycle, limits, serving=serving, authenticate=authenticator.authenticate
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)
+    if settings.vllm_engine:
+        engine = engine_servicer(settings, lifecycle, admission, figures, serving)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)

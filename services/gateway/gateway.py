@@ -59,6 +59,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         detokenizer=functools.partial(Detokenizer, tokenizer),
         threads=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer"),
         special_token_ids=tuple(sorted(i for i in tokenizer.special_ids if i < config.vocab_size)),
+        folder=path,
     )
 
 
@@ -106,7 +107,15 @@ class Gateway:
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
         settings = self._settings
-        add_doors(self._server, settings, self.lifecycle, self.authenticator, self._is_serving)
+        add_doors(
+            self._server,
+            settings,
+            self.lifecycle,
+            self.authenticator,
+            self._is_serving,
+            self.admission,
+            self.figures,
+        )
         elsewhere = bool(settings.admin_listen)
         if not elsewhere:
             cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,11 @@ def model_info(model: ServedModel, facts: ModelFacts) -> pb.GetModelInfoResponse
 class ServerFacts:
     """The gateway since its start."""
 
-    def __init__(self, fleet: Fleet, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission, serving: Callable[[], bool]) -> None:
+        """`serving`: whether requests are taken and could be served."""
         self._fleet = fleet
         self._admission = admission
+        self._serving = serving
         self._started = time.monotonic()
         self._received = 0.0
 
@@ -81,8 +84,15 @@ class ServerFacts:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing new is taken."""
-        return not self._admission.is_open
+        """Whether nothing new is taken although it could be served."""
+        return self._fleet.can_decode and not self._serving()
+
+    def health(self) -> pb.HealthCheckResponse:
+        """Whether requests are served, and why not."""
+        if self._serving():
+            return pb.HealthCheckResponse(healthy=True, message="requests can be served")
+        reason = "the gateway is shutting down" if self.paused else self._fleet.unavailable().message
+        return pb.HealthCheckResponse(healthy=False, message=reason)
 
     def info(self) -> pb.GetServerInfoResponse:
         """As of now."""

@@ -1,5 +1,6 @@
 """Puts the engine door together."""
 
+from collections.abc import Callable
 from functools import partial
 
 from ...settings import GatewaySettings
@@ -15,9 +16,13 @@ from .tokenizer_files import TokenizerFiles
 
 
 def engine_servicer(
-    settings: GatewaySettings, lifecycle: Lifecycle, admission: Admission, figures: Figures
+    settings: GatewaySettings,
+    lifecycle: Lifecycle,
+    admission: Admission,
+    figures: Figures,
+    serving: Callable[[], bool],
 ) -> VllmEngineServicer:
-    """For the gateway's own server."""
+    """For the gateway's own server. `serving`: whether requests are taken and could be served."""
     model, fleet, running = lifecycle.model, lifecycle.fleet, Running()
     generate = Generate(
         lifecycle,
@@ -31,8 +36,7 @@ def engine_servicer(
         running,
         model,
         read_facts(model.folder),
-        ServerFacts(fleet, admission),
-        fleet,
+        ServerFacts(fleet, admission, serving),
         partial(loads_response, fleet, figures),
         TokenizerFiles(model.folder, model.threads),
     )

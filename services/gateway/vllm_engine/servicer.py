@@ -9,7 +9,6 @@ from ....errors import InvalidRequest, Unsupported
 from ....smg import common_pb2, vllm_engine_pb2_grpc
 from ....smg import vllm_engine_pb2 as pb
 from ...security.tenant import current_tenant
-from ..fleet import Fleet
 from ..served_model import ServedModel
 from .about import ModelFacts, ServerFacts, model_info
 from .generate import Context, Generate
@@ -33,7 +32,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model: ServedModel,
         facts: ModelFacts,
         server: ServerFacts,
-        fleet: Fleet,
         loads: Loads,
         tokenizer: TokenizerFiles,
     ) -> None:
@@ -42,7 +40,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._model = model
         self._facts = facts
         self._server = server
-        self._fleet = fleet
         self._loads = loads
         self._tokenizer = tokenizer
 
@@ -63,12 +60,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(  # noqa: N802
         self, request: pb.HealthCheckRequest, context: AnyContext
     ) -> pb.HealthCheckResponse:
-        """Whether a worker can decode, and the gateway does not shut down."""
-        if self._server.paused:
-            return pb.HealthCheckResponse(healthy=False, message="the gateway is shutting down")
-        if not self._fleet.can_decode:
-            return pb.HealthCheckResponse(healthy=False, message=self._fleet.unavailable().message)
-        return pb.HealthCheckResponse(healthy=True, message="requests can be served")
+        """As gRPC's own health service tells it, with the reason."""
+        return self._server.health()
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: AnyContext
