@@ -14,7 +14,7 @@ class Admission:
 
     A sequence is admitted only with all pages for its known tokens and its headroom. One that does not fit keeps all
     behind it out, else it could starve; one that waits for another's pending pages lets them pass, because its turn
-    depends on work that is already admitted and goes on.
+    depends on work that is already admitted and goes on; so does one whose grammar is still being compiled.
     """
 
     def __init__(self, roster: Roster, options: EngineOptions) -> None:
@@ -31,6 +31,8 @@ class Admission:
         for sequence in self._roster.waiting.in_order():
             if self._roster.in_batch() + places(sequence) > self._max_batch:
                 break
+            if sequence.held and not sequence.remote:  # one whose KV comes from elsewhere waits for it meanwhile
+                continue
             hits = self._hits(sequence)
             if hits is None:
                 continue

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from .logit_rules import LogitRules
 from .request import ChunkProgress, PromptLogprobs, SamplingParams, SequenceKey, Token
 
@@ -16,6 +19,14 @@ class Scoring:
     targets: list[int]  # prompt tokens, each the successor of a token of the row
     top: int  # how many most likely tokens are told beside each
     result: PromptLogprobs | None = None  # filled in by the runner
+
+
+class NextTokens(Protocol):
+    """What a constraint allows (`matching.Matching`)."""
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """[ceil(vocab / 32)]: bit t % 32 of word t // 32 is 1 where token t may come next. Valid until asked again."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +44,7 @@ class Row:
     sample: bool  # draw the token after the last one
     progress: ChunkProgress | None = None  # PREFILL sequences: what the layer hook is told
     rules: LogitRules | None = None  # where it samples and `params` ask for more than filters; up to date
+    matching: NextTokens | None = None  # where it samples under a constraint; asked once the tokens before are known
     scoring: Scoring | None = None
     samples: int = 1  # with `sample`: tokens to draw, for the samples from `key.sample` on
     note: Any = None  # the runner's own: what it looked up for this row
@@ -56,6 +68,12 @@ class Launched(Protocol):
     `synchronize()` waits for that.
     """
 
+    def draw(self) -> None:
+        """Called where a row has a `matching`, once the step before has been taken in: only now may it be asked. What
+        draws its tokens is launched, if that was not done with the step. The engine's thread, before `tokens`.
+        """
+        ...
+
     def tokens(self) -> list[Token]:
         """Waits until the step is computed; `row.samples` tokens for each row with `sample`, in row order."""
         ...
@@ -67,6 +85,9 @@ class Computed:
 
     result: list[Token]
 
+    def draw(self) -> None:
+        """As `Launched.draw`: it has drawn already."""
+
     def tokens(self) -> list[Token]:
         """As `Launched.tokens`; at once."""
         return self.result
@@ -77,6 +98,9 @@ class Failed:
     """A step that could not be launched."""
 
     error: Exception
+
+    def draw(self) -> None:
+        """As `Launched.draw`: there is nothing to be drawn."""
 
     def tokens(self) -> list[Token]:
         """Raises what happened."""
@@ -95,7 +119,8 @@ class Runner(Protocol):
         """Begins to write the rows' KV, to draw the tokens after them, and to fill in `Row.scoring`.
 
         Rows of one step may depend on each other's KV of that step, and steps on that of those launched before. The
-        lists in `rows` are the engine's: read them only during the call.
+        lists in `rows` are the engine's: read them only during the call. With `overlaps` `Launched.draw` asks a
+        row's `matching`; without it all is known at the call.
         """
         ...
 

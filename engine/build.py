@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -15,6 +16,7 @@ from .config import DType, EngineOptions
 from .core import EngineCore
 from .device import await_memory, check_device, device_memory
 from .dummy_weights import dummy_weights
+from .grammars import Grammars
 from .huge_pages import use_huge_pages
 from .memory import KVPlan
 from .memory_meter import MemoryMeter
@@ -23,6 +25,8 @@ from .model_config import ModelConfig
 from .prefix_cache import cache_root
 from .runner import ModelRunner
 from .start_times import StartTimes
+from .tokenizer import Tokenizer
+from .vocabulary import make_vocabulary
 from .weights import Weights, load_weights
 
 if TYPE_CHECKING:
@@ -85,6 +89,8 @@ def build_engine(
     with times.part("pool"), meter.part("kv"):
         pool = _pool(memory.kv, dtype, options.device, allocate)
     runner = _runner(config, weights, options, pool, memory, times, meter)
+    with times.part("vocabulary"):
+        grammars = Grammars(_vocabulary(model_dir, config), config.vocab_size, config.eos_token_ids)
     core = EngineCore(
         runner,
         options,
@@ -93,9 +99,18 @@ def build_engine(
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         cache_root=cache_root(fingerprint, memory.kv.dtype, memory.kv.page_size),
+        grammars=grammars,
         clock=clock,
     )
     return Engine(core, config, memory.kv, pool, runner, meter.beside(memory), times)
+
+
+def _vocabulary(model_dir: Path, config: ModelConfig) -> LLTokenizer | str:
+    """Or why there is none: everything else works without."""
+    try:
+        return make_vocabulary(Tokenizer.from_dir(model_dir), config.vocab_size, config.eos_token_ids)
+    except ConfigError as error:
+        return error.message
 
 
 def _weights(
@@ -128,7 +143,7 @@ def _runner(
     with times.part("runner"), meter.part("workspace"):
         runner = CudaRunner(config, weights, options, pool, memory.graph_sizes)
     with times.part("warm-up"):
-        warm_up(runner, options, config.context_length)
+        warm_up(runner, options, config.context_length, config.vocab_size)
     with times.part("graphs"), meter.part("graphs"):
         runner.capture()
     return runner

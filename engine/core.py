@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..errors import DeadlineExceeded, InvalidRequest, TwostrokeError
 from .batch import Failed, Launched, LayerHook, Runner, StepWait
 from .block_pool import BlockPool
 from .config import EngineOptions
+from .grammars import Grammars
 from .integrity import check_integrity
 from .load import Load
 from .page_waste import PageUse
@@ -35,9 +37,12 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         cache_root: bytes,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pages`: of the pool, page 0 counted in. `cache_root`: fingerprint of model and KV format."""
+        """`pages`: of the pool, page 0 counted in. `cache_root`: fingerprint of model and KV format. `grammars`: None
+        takes no request whose output is constrained.
+        """
         self.pool = BlockPool(pages)
         self._runner = runner
         self._options = options
@@ -45,6 +50,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._cache_root = cache_root
         self._eos = eos_token_ids
+        self._grammars = grammars or Grammars("this engine has no tokenizer", vocab_size, eos_token_ids)
         self._clock = clock
         self._roster = Roster(self.pool, page_size=options.page_size, caching=options.prefix_cache)
         self._scheduler = Scheduler(self._roster, options)
@@ -70,7 +76,8 @@ class EngineCore:
             vocab_size=self._vocab_size,
             usable_pages=self.pool.usable,
         )
-        tokens = [*request.prompt_ids, *request.output_ids]
+        tokens, params = [*request.prompt_ids, *request.output_ids], request.params
+        free = params.ignore_eos and params.constraint is None  # where a constraint allows an end, it is one
         sequence = Sequence(
             request=request,
             arrival=request.arrival or self._clock(),
@@ -81,7 +88,8 @@ class EngineCore:
             base=len(tokens),
             samples=request.samples,
             siblings={key: [] for key in sample_keys(request.key, request.samples)[1:]},
-            ends=frozenset(request.params.stop_token_ids) | (frozenset() if request.params.ignore_eos else self._eos),
+            ends=frozenset(params.stop_token_ids) | (frozenset() if free else self._eos),
+            matching=self._grammars.matching(params, tokens, len(request.prompt_ids)),
         )
         self._added += request.samples
         self._roster.add(sequence)
@@ -165,11 +173,17 @@ class EngineCore:
                 raise InvalidRequest(f"token 0 must be in 0 .. {self._vocab_size - 1}", field="first")
         return self._postprocessor.arrive(sequence, firsts, measured)
 
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on other threads, when something that no method brings about lets a step go on: a grammar
+        is compiled. Without it a step that can do nothing else waits a moment for that.
+        """
+        self._grammars.wake = wake
+
     def has_work(self) -> bool:
         """Whether a step might do something: False only if nothing can, until something changes from outside.
 
         True does not promise it: a step without `progress` is not worth repeating before the next outside change
-        (any other method of this class, or of `pool`).
+        (any other method of this class, or of `pool`; or what `on_ready` tells of).
         """
         return bool(self._roster.running) or len(self._roster.waiting) > 0 or self._flight is not None
 
@@ -195,6 +209,10 @@ class EngineCore:
         flight = self._launch(plan, hook) if plan.rows else None
         if before is not None:
             self._take_in(before, result, wait)
+        if flight is not None and plan.constrained:
+            flight = self._draw(flight)
+        if self._roster.constrained and not result.progress:
+            result.progress = self._grammars.wait()
         self._flight = flight
         if flight is not None and (flight.failed or not self._runner.overlaps):
             self._take_in(flight, result, None)
@@ -212,6 +230,14 @@ class EngineCore:
         except Exception as error:
             step = Failed(error)
         return self._postprocessor.launched(plan, step, began)
+
+    def _draw(self, flight: Flight) -> Flight:
+        """Now that all tokens before are seen: what constraints allow next is made while the device is busy."""
+        try:
+            flight.step.draw()
+        except Exception as error:
+            return replace(flight, step=Failed(error))
+        return flight
 
     def _take_in(self, flight: Flight, result: StepResult, wait: StepWait | None) -> None:
         """Waits for a launched step."""

@@ -58,6 +58,8 @@ def workspace(config: ModelConfig, options: EngineOptions) -> Mapping[str, int]:
         "activated": (tokens, max(inner, q), item),
         "logits": (max(rows, HEAD_ROWS), vocabulary, item),
         "sampler": (rows, vocabulary, FLOAT32),
+        "masked_logits": (0 if options.device_type == "cpu" else rows, vocabulary, item),
+        "masks": (0 if options.device_type == "cpu" else rows, -(-vocabulary // 32) + 1, 4),
         "decode_partials": (decode_items(config, options), config.heads, config.head_dim + 2, FLOAT32),
         "gemm_partials": (0 if options.device_type == "cpu" else GEMM_PARTIALS,),
         "block_tables": (2 * rows + 1, pages + 1, 4),  # two slots a sequence, slot 0 is the padding rows'

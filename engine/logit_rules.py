@@ -38,12 +38,12 @@ class LogitRules:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether anything is to be done at all."""
+        """Whether anything is to be done at all. Under a constraint `min_tokens` is kept by `Matching`."""
         return bool(
             params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty
-            or params.min_tokens
+            or (params.min_tokens and params.constraint is None)
             or params.logit_bias
             or params.allowed_token_ids
             or params.banned_token_ids
@@ -70,7 +70,7 @@ class LogitRules:
     def banned(self, end_ids: Collection[int]) -> "array[int]":
         """Tokens that must not be the next one. `end_ids`: the model's own ends of text."""
         banned = self._never + array("q", self._completing)
-        if self._output < self.params.min_tokens:
+        if self._output < self.params.min_tokens and self.params.constraint is None:
             banned.extend(self.params.stop_token_ids)
             if not self.params.ignore_eos:
                 banned.extend(end_ids)

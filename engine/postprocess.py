@@ -20,7 +20,7 @@ from .request import (
 from .roster import Roster
 from .scheduler import Schedule
 from .sequence import Sequence
-from .validate import nothing_left
+from .validate import cannot_go_on, nothing_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,8 @@ class Postprocessor:
     def _fail_drawing(self, sequence: Sequence, result: StepResult) -> None:
         """Its rules left no token to draw."""
         error = nothing_left(sequence.next_index())
+        if sequence.matching is not None and sequence.matching.error:
+            error = cannot_go_on(sequence.next_index(), sequence.matching.error)
         result.failures += [(key, error) for key in self._roster.drop(sequence)]
 
     def arrive(

@@ -25,6 +25,7 @@ class Roster:
         self.awaiting: dict[SequenceKey, Sequence] = {}
         self.held: dict[SequenceKey, Sequence] = {}
         self.decode_work = 0  # live DECODE sequences: long prompt chunks would hold their tokens up
+        self.constrained = 0  # live sequences whose output is constrained
         self.expected = 0  # places in the batch that admitted sequences keep for their siblings
         self._preempted: list[Sequence] = []
 
@@ -34,6 +35,7 @@ class Roster:
         self.live[sequence.key] = sequence
         self.siblings.update(dict.fromkeys(sequence.siblings, sequence))
         self.decode_work += sequence.request.work is Work.DECODE
+        self.constrained += sequence.matching is not None
         self.waiting.push(sequence)
 
     def ticketed(self, sequence: Sequence) -> None:
@@ -86,6 +88,7 @@ class Roster:
             sibling = sequence.sibling(key, [*sequence.pages[:full], *private])
             self.live[key] = self.running[key] = sibling
             self.decode_work += sibling.request.work is Work.DECODE
+            self.constrained += sibling.matching is not None
             parted.append(sibling)
         if not sequence.wanted:
             self.drop(sequence)
@@ -156,6 +159,7 @@ class Roster:
         for key in sequence.siblings:
             del self.siblings[key]
         self.decode_work -= sequence.request.work is Work.DECODE
+        self.constrained -= sequence.matching is not None
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             return carried

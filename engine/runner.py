@@ -52,7 +52,13 @@ class ModelRunner:
         hidden = self._decoder.hidden(step, written)
         drawing = [row for row in rows if row.sample]
         draws = [
-            Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules)
+            Draw(
+                row.params,
+                row.key.sample + index,
+                row.start + len(row.token_ids),
+                row.rules,
+                None if row.matching is None else row.matching.allowed(),
+            )
             for row in drawing
             for index in range(row.samples)
         ]

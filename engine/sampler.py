@@ -6,7 +6,8 @@ The order of processing, which every part keeps to:
 2. repetition penalty, presence penalty, frequency penalty (`kernels/penalties.py`);
 3. logit bias;
 4. what may not be drawn goes: all but the allowed tokens, banned tokens, tokens that complete a bad word, and before
-   `min_tokens` the tokens that end the output (`engine/logit_rules.py`). Nothing left: NO_TOKEN;
+   `min_tokens` the tokens that end the output (`engine/logit_rules.py`); and under a constraint the tokens that it does
+   not allow next (`engine/matching.py`). Nothing left: NO_TOKEN;
 5. temperature; 0 takes the likeliest token now, the lowest of equals;
 6. top-k, top-p of what top-k kept, min-p, typical-p of what these kept (`kernels/sampling.py`, `kernels/typical.py`);
 7. the draw, by noise that depends on (seed, sample, position) only.
@@ -15,9 +16,12 @@ The order of processing, which every part keeps to:
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.logit_masks import allow_bits_
 from ..kernels.sampling import gumbel_race, highest, keep_top_
 from ..kernels.typical import keep_likely_, keep_typical_
 from .logit_rules import LogitRules, apply_rules_
@@ -31,6 +35,7 @@ class Draw(NamedTuple):
     sample: int  # sample index of the sequence
     position: int  # of the token to be drawn
     rules: LogitRules | None = None
+    allowed: npt.NDArray[np.int32] | None = None  # as `Matching.allowed`; None: all
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], end_ids: Collection[int] = ()) -> list[Token]:
@@ -45,11 +50,11 @@ def sample(logits: Tensor, draws: Sequence[Draw], end_ids: Collection[int] = ())
     if not bool(best.isfinite().all()):  # a NaN or +inf in the row would be its maximum
         logits = _finite(logits)
         _, tokens = highest(logits)
-    ruled = [i for i, draw in enumerate(draws) if draw.rules is not None]
+    ruled = [i for i, draw in enumerate(draws) if draw.rules is not None or draw.allowed is not None]
     shaped = logits[ruled].to(torch.float32) if ruled else None  # a copy
     empty: set[int] = set()
     if shaped is not None:
-        apply_rules_(shaped, [rules for draw in draws if (rules := draw.rules) is not None], end_ids)
+        _shape_(shaped, [draws[i] for i in ruled], end_ids)
         best, tokens[ruled] = highest(shaped)
         empty = {i for i, value in zip(ruled, best.tolist(), strict=True) if value == float("-inf")}
     rows = [i for i, draw in enumerate(draws) if draw.params.temperature > 0.0 and i not in empty]
@@ -60,6 +65,20 @@ def sample(logits: Tensor, draws: Sequence[Draw], end_ids: Collection[int] = ())
         tokens[rows] = _random(part, [draws[i] for i in rows])
     chosen = [NO_TOKEN if i in empty else token for i, token in enumerate(tokens.tolist())]
     return _with_logprobs(logits, draws, chosen)
+
+
+def _shape_(logits: Tensor, draws: Sequence[Draw], end_ids: Collection[int]) -> None:
+    """In place: what rules and constraints do. `logits`: float32 [len(draws), vocab]."""
+    rules = {i: draw.rules for i, draw in enumerate(draws) if draw.rules is not None}
+    if rules:
+        part = logits if len(rules) == len(draws) else logits[list(rules)]
+        apply_rules_(part, list(rules.values()), end_ids)
+        if part is not logits:
+            logits[list(rules)] = part
+    masks = {i: draw.allowed for i, draw in enumerate(draws) if draw.allowed is not None}
+    if masks:
+        words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+        allow_bits_(logits, torch.tensor(list(masks), device=logits.device), words)
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class Schedule:
     decoding: int = 0  # rows of sequences that decode, the first ones
     prompt_tokens: int = 0  # in the others
     draws: int = 0  # tokens to be drawn
+    constrained: bool = False  # some are drawn under a constraint
     decisive: bool = False  # its tokens decide on the logits of the next step, which cannot be launched behind it
 
 
@@ -45,12 +46,17 @@ class Scheduler:
         self._grow()
         plan.reserved = self.admission.admit(now)
         decoding, prompts = self._ready()
+        if self._roster.constrained:
+            decoding = [sequence for sequence in decoding if not sequence.held]
+            prompts = [sequence for sequence in prompts if not sequence.held]
         plan.sequences = decoding
         plan.rows = [decode_row(sequence) for sequence in decoding]
         plan.decoding = plan.draws = len(decoding)
         for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
             self._append_row(plan, sequence, tokens, now)
         plan.decisive = bool([row for row in plan.rows if row.rules is not None])
+        if self._roster.constrained:
+            plan.constrained = any(row.matching is not None for row in plan.rows)
         plan.preempted = self._roster.requeue()
         return plan
 
@@ -119,6 +125,7 @@ class Scheduler:
         token_ids = sequence.tokens[start:end] or [UNSEEN]
         row = Row(sequence.key, token_ids, start, sequence.pages, sequence.request.params, sample, progress)
         row.rules = sequence.current_rules() if sample else None
+        row.matching = sequence.matching if sample else None
         row.scoring = scoring_of(sequence, start, end) if sequence.unscored else None
         row.samples = sequence.samples
         plan.rows.append(row)
@@ -132,6 +139,7 @@ def decode_row(sequence: Sequence) -> Row:
     row = sequence.row
     if row is None or row.pages is not sequence.pages:
         row = Row(sequence.key, [UNSEEN], 0, sequence.pages, sequence.request.params, True)
+        row.matching = sequence.matching
         sequence.row = row
     row.start = sequence.launched
     row.token_ids[0] = UNSEEN if sequence.unseen else sequence.tokens[-1]

@@ -5,6 +5,7 @@ from enum import Enum
 
 from .batch import Row
 from .logit_rules import LogitRules
+from .matching import Matching
 from .request import Request, SequenceKey, SequenceTimings, Work
 
 
@@ -45,6 +46,7 @@ class Sequence:
     released: bool = False  # PREFILL: nobody will fetch its pages
     scored: int = 1  # prompt positions below have had their log-probabilities told, where they are wanted
     rules: LogitRules | None = None  # made when first needed
+    matching: Matching | None = None  # where its output is constrained
     began: float | None = None  # first chunk, or reservation
     timings: SequenceTimings = field(default_factory=SequenceTimings)
     samples: int = 1  # tokens to draw after the prompt; 1 once the samples go their own ways
@@ -118,17 +120,24 @@ class Sequence:
         self.rules.update(self.tokens)
         return self.rules
 
+    @property
+    def held(self) -> bool:
+        """Its next token cannot be drawn yet: its grammar, or what may come next, is still being made."""
+        return self.matching is not None and not self.matching.ready(self.unseen)
+
     def carried(self) -> list[SequenceKey]:
         """The samples that end with it."""
         return [self.key, *self.siblings] if self.wanted else list(self.siblings)
 
     def sibling(self, key: SequenceKey, pages: list[int]) -> "Sequence":
         """Another sample of the same prompt, with that block table: from here on it goes its own way."""
+        tokens = list(self.tokens)
         return replace(
             self,
             request=replace(self.request, key=key, samples=1),
             order=self.order + key.sample - self.key.sample,
-            tokens=list(self.tokens),
+            tokens=tokens,
+            matching=self.matching.twin(tokens) if self.matching is not None else None,
             pages=pages,
             chain=list(self.chain),
             rules=None,

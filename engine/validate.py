@@ -34,8 +34,14 @@ def check_request(
 def nothing_left(index: int) -> InvalidRequest:
     """Why a sequence fails whose parameters leave no token to draw at this output index."""
     return InvalidRequest(
-        f"allowed and banned tokens, bad words and min_tokens leave no token at output index {index}", field="sampling"
+        f"allowed and banned tokens, bad words, min_tokens and the constraint leave no token at output index {index}",
+        field="sampling",
     )
+
+
+def cannot_go_on(index: int, reason: str) -> InvalidRequest:
+    """Why a sequence fails whose constraint cannot be followed any more from this output index on."""
+    return InvalidRequest(f"{reason} (at output index {index})", field="constraint")
 
 
 def token_limit(request: Request, context_length: int) -> int:
@@ -101,6 +107,4 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are taken", field="stop_token_ids")
     if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
         raise InvalidRequest(f"stop token ids must be in 0 .. {vocab_size - 1}", field="stop_token_ids")
-    if params.constraint is not None:
-        raise InvalidRequest("constraints on the output are not supported here", field="constraint")
     check_controls(params, vocab_size)

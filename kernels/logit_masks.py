@@ -22,6 +22,17 @@ def forbid_(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     logits[rows, ids] = EXCLUDED
 
 
+def allow_bits_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """In place: in row `rows[i]` token t can be drawn only where bit t % 32 of `words[i, t // 32]` is 1.
+
+    `logits`: float [rows, vocab]; `rows`: int64 [n], each once; `words`: int32 [n, ceil(vocab / 32)].
+    """
+    vocab = logits.shape[1]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words.unsqueeze(2) >> bits) & 1).to(torch.bool).flatten(1)[:, :vocab]
+    logits[rows] = logits[rows].masked_fill_(~allowed, EXCLUDED)
+
+
 def allow_only_(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     """In place: in each row that `rows` names only its tokens in `ids` can be drawn. Pairs may come twice.
 

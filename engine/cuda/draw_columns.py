@@ -12,8 +12,9 @@ from ..sampler import Draw, signed
 
 MAX_TOP = 20  # log-probabilities beside the token's own that are computed on the way; more: by the plain sampler
 
-DRAWN, TOLD, PLAIN = 1, 2, 4
-"""Kinds: not simply the likeliest token; with log-probabilities; what only the plain sampler can do."""
+DRAWN, TOLD, PLAIN, CONSTRAINED = 1, 2, 4, 8
+"""Kinds: not simply the likeliest token; with log-probabilities; what only the plain sampler can do; only of the tokens
+that a constraint allows."""
 
 
 class DrawColumns:
@@ -45,6 +46,7 @@ class DrawColumns:
         top = -1 if params.logprobs is None else params.logprobs
         kind = DRAWN * (params.temperature != 0.0) + TOLD * (top >= 0)
         kind += PLAIN * (params.typical_p < 1.0 or top > MAX_TOP or LogitRules.needed(params))
+        kind += CONSTRAINED * (params.constraint is not None)
         self.wide.view(np.float64)[:2, index] = params.top_p, params.min_p
         self.wide[2, index] = signed(params.seed)
         self.narrow.view(np.float32)[0, index] = params.temperature
@@ -70,7 +72,8 @@ class DrawColumns:
 def draws_of(drawing: Sequence[Row]) -> list[Draw]:
     """One for each sample of each row."""
     return [
-        Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules)
+        Draw(row.params, row.key.sample + index, row.start + len(row.token_ids), row.rules, allowed)
         for row in drawing
+        for allowed in (None if row.matching is None else row.matching.allowed(),)
         for index in range(row.samples)
     ]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +11,14 @@ from torch import Tensor
 
 from ...kernels.gpu.draw import DrawParams, DrawScratch, draw, draw_greedy
 from ...kernels.gpu.logprobs import logprobs
+from ...kernels.gpu.mask import mask_logits
+from ..batch import Launched
 from ..request import NO_TOKEN, Token, plain_tokens
 from ..sampler import Draw, sample
 from .draw_columns import DRAWN, MAX_TOP, PLAIN, TOLD, DrawColumns
-from .staging import DEPTH, Staging, new_event
+from .staging import ALIGNMENT, DEPTH, Staging, new_event
+
+Allowed: TypeAlias = npt.NDArray[np.int32]  # as `Matching.allowed`
 
 
 class Silent:
@@ -30,6 +35,38 @@ class Silent:
             self.event.synchronize()
             self.waited_s = time.perf_counter() - began
         return []
+
+    def draw(self) -> None:
+        """All is drawn already."""
+
+
+class Undrawn:
+    """A step on its way whose tokens are drawn when `draw` is called. Implements `batch.Launched`."""
+
+    def __init__(self, finish: Callable[[], Launched]) -> None:
+        """`finish`: launches what draws them."""
+        self._finish = finish
+        self._drawn: Launched | None = None
+
+    @property
+    def event(self) -> "torch.cuda.Event | None":
+        """When it is computed; None before `draw`, and where the host has waited."""
+        return getattr(self._drawn, "event", None)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the host waited for the device."""
+        return float(getattr(self._drawn, "waited_s", 0.0))
+
+    def draw(self) -> None:
+        """As `Launched.draw`."""
+        if self._drawn is None:
+            self._drawn = self._finish()
+
+    def tokens(self) -> list[Token]:
+        """As `Launched.tokens`."""
+        self.draw()
+        return [] if self._drawn is None else self._drawn.tokens()
 
 
 class DrawnStep(Silent):
@@ -67,11 +104,15 @@ class _Host:
 class Draws:
     """The sampler: kernels for what most requests ask for, `engine/sampler.py` for the rest (rules, typical-p)."""
 
-    def __init__(self, rows: int, vocab: int, end_ids: Collection[int], device: torch.device) -> None:
-        """For at most `rows` draws a step."""
+    def __init__(
+        self, rows: int, vocab: int, end_ids: Collection[int], device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """For at most `rows` draws a step. `dtype`: of the logits."""
         self._end_ids = end_ids
         self._scratch = DrawScratch(rows, vocab, device)
         self._staging = Staging(16 * (rows + 16), device)
+        self._masks = Staging(rows * (1 + -(-vocab // 32)) + 2 * ALIGNMENT, device)
+        self._masked = torch.zeros(rows, vocab, dtype=dtype, device=device)  # logits under constraints
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._values = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.float32, device=device)
         self._ids = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.int64, device=device)
@@ -87,25 +128,38 @@ class Draws:
         each: Callable[[], Sequence[Draw]],
         *,
         wait: bool = False,
+        allowed: Sequence[Allowed | None] = (),
     ) -> tuple[Tensor, DrawnStep | list[Token]]:
-        """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn) and, for the plain sampler,
-        `each` tell of the same draws. Returns the tokens on the device, int64 [draws], valid until the next call, and
-        what tells the host of them: tokens at once with `wait`, or where the plain sampler had to wait.
+        """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn), `allowed` where one of them is
+        constrained and, for the plain sampler, `each` tell of the same draws. Returns the tokens on the device, int64
+        [draws], valid until the next call, and what tells the host of them: tokens at once with `wait`, or where the
+        plain sampler had to wait.
         """
         tokens, kinds = self._tokens[: len(columns)], columns.kinds
         if kinds & PLAIN:
             drawn = sample(logits, each(), self._end_ids)
             tokens.copy_(torch.tensor([token.token_id for token in drawn]))
             return tokens, drawn
+        shaped = self._mask(logits, allowed) if allowed else logits
         if kinds & DRAWN:
-            draw(logits, self._params(columns, positions), tokens, self._scratch)
+            draw(shaped, self._params(columns, positions), tokens, self._scratch)
         else:
-            draw_greedy(logits, tokens, self._scratch)
+            draw_greedy(shaped, tokens, self._scratch)
         tops = columns.tops if kinds & TOLD else []
         if wait:
             return tokens, self._send(logits, tokens, tops, self._spare).tokens()
         self._turn = (self._turn + 1) % DEPTH
         return tokens, self._send(logits, tokens, tops, self._hosts[self._turn])
+
+    def _mask(self, logits: Tensor, allowed: Sequence[Allowed | None]) -> Tensor:
+        masks = [mask for mask in allowed if mask is not None]
+        places = np.full(len(allowed), -1, np.int32)
+        places[[mask is not None for mask in allowed]] = np.arange(len(masks))
+        words = np.concatenate(masks) if masks else np.empty(0, np.int32)
+        sent = self._masks.send([places, words], [len(places), len(words)])
+        masked = self._masked[: len(logits)]
+        mask_logits(logits, sent[0], sent[1], masked)
+        return masked
 
     def _send(self, logits: Tensor, tokens: Tensor, tops: Sequence[int], host: "_Host") -> DrawnStep:
         count = len(tokens)

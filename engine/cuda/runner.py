@@ -20,8 +20,8 @@ from ..request import SamplingParams, SequenceKey
 from ..scoring import score
 from ..weights import Weights
 from .decoder import CudaDecoder, StepTensors
-from .draw_columns import DrawColumns, draws_of
-from .draws import Draws, Silent
+from .draw_columns import CONSTRAINED, DrawColumns, draws_of
+from .draws import Allowed, Draws, Silent, Undrawn
 from .graphs import DecodeGraphs
 from .staging import ALIGNMENT, Staging
 from .state import DeviceState
@@ -62,7 +62,7 @@ class CudaRunner:
         self._state = DeviceState(options.max_batch, max_pages, pool.device)
         self._decoder = CudaDecoder(config, weights, options, pool, self._state)
         self._asked = DrawColumns.zeros(self._state.slots)  # how each slot's tokens are drawn
-        self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device)
+        self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device, pool.dtype)
         self._tile = self._decoder.prefill_shape.tokens
         budget = options.token_budget
         self._staging = Staging(16 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
@@ -94,9 +94,15 @@ class CudaRunner:
         logits = self._decoder.head(normed[: len(drawing)]) if drawing else normed
         positions = np.array([row.start + len(row.token_ids) for row in drawing], np.int32)
         launched = self._draw(drawing, logits, slots, own, positions)
-        if scorings := [row.scoring for row in rows if row.scoring is not None]:
+        if not (scorings := [row.scoring for row in rows if row.scoring is not None]):
+            return launched
+
+        def scored() -> Launched:  # after the draw: its logits take the place of those
+            launched.draw()
             score(normed[len(drawing) :], self._decoder.head, scorings)
-        return launched
+            return launched
+
+        return Undrawn(self._later(scored)) if isinstance(launched, Undrawn) else scored()
 
     def _draw(
         self,
@@ -111,10 +117,39 @@ class CudaRunner:
         if not drawing:
             return Silent(self._stream.record_event() if self._stream is not None else None)
         if len(slots) > len(drawing):
+            if any(row.matching is not None for row in drawing):
+                return Undrawn(self._later(lambda: self._draw_samples(drawing, logits, sent)))
             return self._draw_samples(drawing, logits, sent)
-        tokens, drawn = self._draws.draw(logits, self._asked.take(slots), positions, lambda: draws_of(drawing))
+        columns = self._asked.take(slots)
+        if columns.kinds & CONSTRAINED:
+            return Undrawn(self._later(lambda: self._draw_each(drawing, logits, sent, columns, positions)))
+        return self._draw_each(drawing, logits, sent, columns, positions)
+
+    def _draw_each(
+        self,
+        drawing: list[Row],
+        logits: Tensor,
+        sent: Tensor,
+        columns: DrawColumns,
+        positions: npt.NDArray[np.int32],
+    ) -> Launched:
+        """As `_draw`, a token a row."""
+        allowed: list[Allowed | None] = []
+        if columns.kinds & CONSTRAINED:
+            allowed = [None if row.matching is None else row.matching.allowed() for row in drawing]
+        tokens, drawn = self._draws.draw(logits, columns, positions, lambda: draws_of(drawing), allowed=allowed)
         keep_tokens(self._state.last_tokens, sent, tokens)
         return Computed(drawn) if isinstance(drawn, list) else drawn
+
+    def _later(self, finish: Callable[[], Launched]) -> Callable[[], Launched]:
+        """`finish` for a later call of the same thread: what it launches follows the step's own."""
+
+        @torch.inference_mode()
+        def run() -> Launched:
+            with torch.cuda.stream(self._stream):
+                return finish()
+
+        return run
 
     def _draw_samples(self, drawing: list[Row], logits: Tensor, sent: Tensor) -> Launched:
         """As `_draw`, where a row draws several times: all samples of a prompt begin with the same logits.
@@ -130,7 +165,14 @@ class CudaRunner:
             own = logits[torch.tensor(sources[start : start + most], device=self._device)]
             positions = np.array([draw.position for draw in part], np.int32)
             columns = DrawColumns.of(part)
-            tokens, drawn = self._draws.draw(own, columns, positions, lambda part=part: part, wait=len(draws) > most)  # type: ignore[misc]
+            tokens, drawn = self._draws.draw(
+                own,
+                columns,
+                positions,
+                lambda part=part: part,  # type: ignore[misc]
+                wait=len(draws) > most,
+                allowed=[draw.allowed for draw in part] if columns.kinds & CONSTRAINED else (),
+            )
             keep_tokens(self._state.last_tokens, sent[start : start + most], tokens)
             if not isinstance(drawn, list):
                 return drawn

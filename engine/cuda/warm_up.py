@@ -1,14 +1,17 @@
 """Everything that a step may run is run once before the engine serves: kernels compiled, libraries loaded."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..batch import Row, Scoring
 from ..config import EngineOptions
 from ..logit_rules import LogitRules
-from ..request import SamplingParams, SequenceKey
+from ..request import Constraint, ConstraintKind, SamplingParams, SequenceKey
 from ..scoring import HEAD_ROWS
 from .runner import CudaRunner
 
@@ -23,9 +26,20 @@ DRAWS = (
 )
 
 
-def warm_up(runner: CudaRunner, options: EngineOptions, context: int) -> None:
+class Anything:
+    """A constraint that allows every token. Implements `batch.NextTokens`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = np.full(-(-vocab_size // 32), -1, np.int32)
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """All."""
+        return self._words
+
+
+def warm_up(runner: CudaRunner, options: EngineOptions, context: int, vocab_size: int) -> None:
     """Runs steps of every form; they write to the sink page only. `context`: the model's, in tokens."""
-    for rows in _steps(options, context):
+    for rows in _steps(options, context, vocab_size):
         runner.launch(rows, None).tokens()
     pages = [0] * 4
     runner.copy_pages(pages, pages)
@@ -33,7 +47,7 @@ def warm_up(runner: CudaRunner, options: EngineOptions, context: int) -> None:
         torch.cuda.synchronize()
 
 
-def _steps(options: EngineOptions, context: int) -> Iterator[list[Row]]:
+def _steps(options: EngineOptions, context: int, vocab_size: int) -> Iterator[list[Row]]:
     numbers = count()
 
     def row(tokens: int, start: int = 0, params: SamplingParams = GREEDY, sample: bool = True) -> Row:
@@ -61,6 +75,9 @@ def _steps(options: EngineOptions, context: int) -> Iterator[list[Row]]:
             drawn.rules.update([0, 0])
         yield [drawn, row(1)][: options.max_batch]
         yield [drawn]
+        constrained = row(2, params=replace(params, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
+        constrained.rules, constrained.matching = drawn.rules, Anything(vocab_size)
+        yield [constrained, row(1)][: options.max_batch]
     several = row(3, params=DRAWS[1])
     several.samples = min(3, options.max_batch)
     yield [several]

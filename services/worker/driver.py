@@ -71,6 +71,7 @@ class Driver:
         self._faults = StepFaults()
         self._idle_check = IdleCheck(core, handover, clock, check_s=check_s, strict=strict)
         handover.attach(self.post, self.emit)
+        core.on_ready(lambda: self.post(lambda: None))  # wakes it
 
     # Any thread
 

@@ -100,7 +100,7 @@ def test_it_tells_where_memory_and_time_go(tiny_llama_dir):
     )
     assert engine.plan is engine.memory.kv
     assert engine.memory.device_memory > 1 << 28  # the machine's
-    assert list(engine.times.to_dict()) == ["configuration", "weights", "pool", "runner"]
+    assert list(engine.times.to_dict()) == ["configuration", "weights", "pool", "runner", "vocabulary"]
     total = told[-1][2]
     assert told[-1] == ("weights", total, total)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

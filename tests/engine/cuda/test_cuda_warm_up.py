@@ -45,7 +45,7 @@ def test_every_product_of_the_table_is_compiled(
 ) -> None:
     options = EngineOptions(device="cuda", max_batch=max_batch, token_budget=token_budget, cuda_graphs=cuda_graphs)
     layers, head = set(graph_sizes(options)), set(graph_sizes(options))
-    for rows in _steps(options, context):
+    for rows in _steps(options, context, 100):
         tokens, drawn = sum(len(row.token_ids) for row in rows), sum(row.sample for row in rows)
         assert tokens <= options.token_budget
         assert len(rows) <= options.max_batch

@@ -55,6 +55,9 @@ class ScriptedCore:
         self.states: dict[SequenceKey, State] = {}
         self.threads: set[int] = set()
 
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
     def add(self, request: Request) -> None:
         self.calls.append(("add", request.key))
         if self.refusal:
@@ -450,3 +453,18 @@ def test_a_closed_loop_ends_the_thread() -> None:
     bench.driver.post(lambda: None)
     bench.driver._thread.join(10)
     assert not bench.driver._thread.is_alive()
+
+
+async def test_what_becomes_ready_elsewhere_wakes_it(bench: Bench) -> None:
+    """A step that could do nothing is tried again: a grammar is compiled."""
+
+    def begin() -> None:
+        bench.core.busy = True
+
+    bench.driver.post(begin)
+    await bench.settled()
+    before = bench.core.count
+    threading.Thread(target=bench.core.wake).start()
+    async with asyncio.timeout(0.4):  # before the next tick would do it
+        while bench.core.count == before:
+            await asyncio.sleep(0.005)
