@@ -71,11 +71,10 @@ def set_parameter(request: pb.ModelInferRequest, name: str, value: Any) -> None:
 
 def read_output(response: pb.ModelInferResponse, name: str) -> list[Any] | None:
     """The elements of a tensor, raw or typed; None where there is no such tensor. Checks datatype and shape."""
-    for index, tensor in enumerate(response.outputs):
-        if tensor.name == name:
-            break
-    else:
+    index = next((index for index, tensor in enumerate(response.outputs) if tensor.name == name), None)
+    if index is None:
         return None
+    tensor = response.outputs[index]
     assert tensor.datatype == OUTPUTS[name]
     if response.raw_output_contents:
         assert len(response.raw_output_contents) == len(response.outputs)
