@@ -1,6 +1,7 @@
 """Tokens to text as they come, so that every character is whole."""
 
 import codecs
+from collections.abc import Collection
 from typing import Protocol
 
 from .token_texts import Joining, TokenText, TokenTexts
@@ -18,10 +19,10 @@ class Detokenizer:
     byte tokens for vocabularies with byte fallback, whose decoder judges a run of bytes as a whole).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        """`skip_special`: special tokens, such as the end of text, add nothing."""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, shown: Collection[int] = ()) -> None:
+        """`skip_special`: special tokens, such as the end of text, add nothing, but for those that are `shown`."""
         self._texts: TokenTexts = tokenizer.texts
-        self._skip_special = skip_special
+        self._hidden = tokenizer.special_ids.difference(shown) if skip_special else frozenset[int]()
         self._joiner: _Joiner
         if self._texts.joining is Joining.BYTE_LEVEL:
             self._joiner = _Bytes()
@@ -33,7 +34,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Adds a token; returns the text that became certain with it, possibly none."""
         text = self._texts[token_id]
-        if text.special and self._skip_special:
+        if text.special and token_id in self._hidden:
             return ""
         return self._joiner.push(token_id, text)
 

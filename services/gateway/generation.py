@@ -91,6 +91,8 @@ class GenerationRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1  # independent answers
+    skip_special_tokens: bool = True  # they are no text
+    shown_tokens: tuple[str, ...] = ()  # names of special tokens that are text all the same
     request_id: str = ""
     timeout_s: float | None = None  # left until the caller's deadline, at arrival
     traceparent: str = ""

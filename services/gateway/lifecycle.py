@@ -149,9 +149,9 @@ class Lifecycle:
                 return
 
     def _new_answer(self, job: Job, arrival: float, sample: int) -> Answer:
-        stopping = job.request.stopping
+        request, stopping = job.request, job.request.stopping
         return Answer(
-            self.model.detokenizer(),
+            self.model.text_stream(skip_special=request.skip_special_tokens, shown=request.shown_tokens),
             stopping.strings,
             prompt_tokens=len(job.prompt_ids),
             seed=job.params.seed,
@@ -159,7 +159,7 @@ class Lifecycle:
             arrival=arrival,
             min_tokens=stopping.min_tokens,
             include_stop=stopping.include_stop,
-            stop_texts=self.model.stop_texts(stopping.token_ids) if stopping.include_stop else None,
+            stop_texts=self.model.stop_texts(request) if stopping.include_stop else None,
             scores=job.scores if sample == 0 else None,
             sample=sample,
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ...engine.chat_template import PLAIN, ChatOptions, ChatTemplate
 from ...errors import InvalidRequest, ModelNotFound
-from .generation import ChatInput, Input, TextInput, TokenInput
+from .generation import ChatInput, GenerationRequest, Input, TextInput, TokenInput
 
 INLINE_CHARACTERS = 2048  # tokenizing more would hold up other streams for a millisecond
 
@@ -74,7 +74,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     longest_token: int  # characters
     tokenizer: TextTokenizer
-    detokenizer: Callable[[], TextStream]
+    detokenizer: Callable[..., TextStream]
     threads: ThreadPoolExecutor  # for tokenizing long texts
     special_token_ids: tuple[int, ...] = ()
     folder: Path = Path()  # of its files
@@ -114,9 +114,24 @@ class ServedModel:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode)
 
-    def stop_texts(self, ids: Sequence[int]) -> dict[int, str]:
-        """Of each token, what its text stream leaves out: the whole text of a special one, else nothing."""
-        return {token: self.tokenizer.token_text(token) if token in self.special_token_ids else "" for token in ids}
+    def text_stream(self, *, skip_special: bool = True, shown: Sequence[str] = ()) -> TextStream:
+        """Of an answer. `skip_special`: special tokens are no text, but for those that `shown` names."""
+        ids = self.special_ids(shown)
+        return self.detokenizer(skip_special=skip_special, shown=ids) if ids or not skip_special else self.detokenizer()
+
+    def stop_texts(self, request: GenerationRequest) -> dict[int, str]:
+        """Of each stop token, what its text stream leaves out: the whole text of a special one, else nothing."""
+        hidden = set(self.special_token_ids) - self.special_ids(request.shown_tokens)
+        if not request.skip_special_tokens:
+            hidden = set()
+        return {
+            token: self.tokenizer.token_text(token) if token in hidden else "" for token in request.stopping.token_ids
+        }
+
+    def special_ids(self, names: Sequence[str]) -> frozenset[int]:
+        """Of those among these tokens that there are, and that are special."""
+        found = (self.tokenizer.token_id(name) for name in names)
+        return frozenset(token for token in found if token in self.special_token_ids)
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.token_text(token) for token in ids]

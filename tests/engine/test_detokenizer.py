@@ -183,3 +183,12 @@ def test_the_window_stays_small() -> None:
         detokenizer.push(step % 10)
         window = detokenizer._joiner
         assert len(window._context) + len(window._held) <= 16  # type: ignore[attr-defined]
+
+
+def test_special_tokens_that_are_shown(tiny_llama_dir: Path) -> None:
+    tokenizer = Tokenizer.from_dir(tiny_llama_dir)
+    ids = [0, 50, 1, 51, 2]
+    for skip, shown, names in ((True, (), ()), (True, (1,), (1,)), (False, (), (0, 1, 2)), (False, (1,), (0, 1, 2))):
+        stream = Detokenizer(tokenizer, skip_special=skip, shown=shown)
+        text = "".join(map(stream.push, ids)) + stream.flush()
+        assert text == "".join(tokenizer.token_text(token) for token in ids if token > 2 or token in names)

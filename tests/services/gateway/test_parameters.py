@@ -129,4 +129,7 @@ def test_prompt_logprobs_are_bounded() -> None:
 
 def test_stop_texts_are_what_the_stream_leaves_out(model: ServedModel) -> None:
     a = model.tokenizer.encode("a")[0]
-    assert model.stop_texts((2, a)) == {2: "<|im_end|>", a: ""}
+    request = GenerationRequest(None, stopping=Stopping(token_ids=(2, a)))
+    assert model.stop_texts(request) == {2: "<|im_end|>", a: ""}
+    assert model.stop_texts(dataclasses.replace(request, skip_special_tokens=False)) == {2: "", a: ""}
+    assert model.stop_texts(dataclasses.replace(request, shown_tokens=("<|im_end|>", "none"))) == {2: "", a: ""}
