@@ -14,7 +14,9 @@ from ...stand_in_worker import Script, StandIn
 PROMPT = [5, 6, 7]
 
 
-def request(request_id: str = "", *, stream: bool = True, ids: Sequence[int] = PROMPT, **params: Any) -> pb.GenerateRequest:
+def request(
+    request_id: str = "", *, stream: bool = True, ids: Sequence[int] = PROMPT, **params: Any
+) -> pb.GenerateRequest:
     """Of tokens; `params`: sampling parameters."""
     return pb.GenerateRequest(
         request_id=request_id,

@@ -8,8 +8,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from twostroke.engine.tokenizer import Tokenizer
 from twostroke.services.grpc_setup import open_channel
-from twostroke.services.security.api_keys import create_key
+from twostroke.services.security.api_keys import new_key
 from twostroke.smg import vllm_engine_pb2 as pb
 from twostroke.smg import vllm_engine_pb2_grpc
 
@@ -19,9 +20,9 @@ from .engine_client import Engine, decode, ends, engine, prefill, request, token
 Code = grpc.StatusCode
 
 
-async def aborted(it: Engine, call: asyncio.Task[list[pb.GenerateResponse]], name: str) -> list[pb.GenerateResponse]:
-    """Aborts it; what its stream said, which ended well. Everything is free before the stream is read to its end."""
-    await it.abort(name)
+async def aborted(it: Engine, call: asyncio.Task[list[pb.GenerateResponse]], *names: str) -> list[pb.GenerateResponse]:
+    """Aborts these; what the call's stream said, which ended well. All is free before it is read to its end."""
+    await it.abort(*names)
     await it.it.idle()
     async with asyncio.timeout(5):
         return await call
@@ -54,28 +55,35 @@ async def test_while_the_kv_is_on_its_way(tiny_llama_dir: Path) -> None:
         assert await call.code() is Code.OK
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_while_it_decodes(tiny_llama_dir: Path, *, stream: bool) -> None:
+async def test_while_it_decodes(tiny_llama_dir: Path) -> None:
     async with engine(tiny_llama_dir, prefill(), decode(mute_after=7)) as it:
-        call = asyncio.create_task(it.all(request("a", stream=stream)))
-        await asyncio.sleep(0.1)  # tokens come, as many as there will be
-        messages = await aborted(it, call, "a")
-        end = ends(messages)[0]
+        call = it.stub.Generate(request("a"))
+        messages: list[pb.GenerateResponse] = []
+        while len(tokens(messages)) < 7:
+            messages.append(await call.read())
+        whole = asyncio.create_task(it.all(request("b", stream=False)))
+        await until(lambda: len(it.it.worker("d0").submits) == 2)
+        end = ends(await aborted(it, whole, "b", "a"))[0]
         assert end.finish_reason == "abort"
-        assert (tokens(messages) if stream else list(end.output_ids)) == list(range(10, 17))
+        assert list(end.output_ids) == list(range(10, 10 + end.completion_tokens))
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        assert ends(messages)[0].finish_reason == "abort"
+        assert tokens(messages) == list(range(10, 17))
 
 
 async def test_one_answer_has_ended_already(tiny_llama_dir: Path) -> None:
+    stop = Tokenizer.from_dir(tiny_llama_dir).decode([13, 14])
     async with engine(tiny_llama_dir, prefill(), decode(mute_after=7)) as it:
-        call = it.stub.Generate(request("a", n=2, stop_token_ids=[52], max_tokens=20))
-        messages = []
+        call = it.stub.Generate(request("a", n=2, stop=[stop]))
+        messages: list[pb.GenerateResponse] = []
+        while not ends(messages) or len(tokens(messages, 1)) < 7:
+            messages.append(await call.read())
+        await it.abort("a")
         while (message := await call.read()) is not grpc.aio.EOF:
             messages.append(message)
-            if len(tokens(messages, 0)) == 7 and len(tokens(messages, 1)) == 7:
-                break
-        await it.abort("a")
-        messages += [message async for message in call]
-        assert {index: end.finish_reason for index, end in ends(messages).items()} == {0: "abort", 1: "abort"}
+        assert {index: end.finish_reason for index, end in ends(messages).items()} == {0: "stop", 1: "abort"}
+        assert tokens(messages, 0) == [10, 11, 12, 13, 14]
 
 
 async def test_while_a_long_text_is_tokenized(tiny_llama_dir: Path) -> None:
@@ -160,7 +168,9 @@ async def test_racing_with_the_end(tiny_llama_dir: Path) -> None:
 
 async def test_tenants_have_names_of_their_own(tiny_llama_dir: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    one, two = (create_key(keys, tenant) for tenant in ("one", "two"))
+    made = [new_key(tenant) for tenant in ("one", "two")]
+    keys.write_text("".join(kept.line() + "\n" for _, kept in made))
+    one, two = (key for key, _ in made)
 
     def who(key: str) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {key}"),)

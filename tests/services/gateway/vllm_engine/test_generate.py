@@ -103,7 +103,9 @@ async def test_constraints(tiny_llama_dir: Path) -> None:
         for fields, kind, text in CONSTRAINTS.values():
             told = (await params_of(it, request(**fields))).constraint
             assert told.kind == kind
-            assert json.loads(told.text) == json.loads(text) if kind == wpb.CONSTRAINT_KIND_CHOICE else told.text == text
+            assert (
+                json.loads(told.text) == json.loads(text) if kind == wpb.CONSTRAINT_KIND_CHOICE else told.text == text
+            )
 
 
 async def test_a_stream_has_deltas_and_one_end(tiny_llama_dir: Path) -> None:
