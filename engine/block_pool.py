@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 from ..errors import ConfigError, TwostrokeError
-from .prefix_cache import PrefixCache
+from .prefix_cache import PageContent, PrefixCache
 
 SINK = 0  # padding rows write here; never allocated
 
@@ -129,11 +129,11 @@ class BlockPool:
         while self._retiring and self._retiring[0][1] <= self._completed:
             self._free.append(self._retiring.popleft()[0])
 
-    def register(self, page: int, digest: bytes) -> bool:
+    def register(self, page: int, digest: bytes, content: PageContent | None = None) -> bool:
         """`page`, which is owned, is written for certain. False: that content is known in another page."""
         if self._references[page] == 0:
             raise TwostrokeError(f"page {page} is registered but nobody owns it")
-        return self.prefix.add(page, digest)
+        return self.prefix.add(page, digest, content)
 
     def hold(self, name: Hashable, pages: Sequence[int]) -> None:
         """A ticket's references to `pages`, which must be owned; they stay until `unhold`, whoever else lets go."""

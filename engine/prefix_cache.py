@@ -1,8 +1,10 @@
 """Finding pages by their content: a chain of hashes, and which pages are on their way into it."""
 
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ..errors import TwostrokeError
 from .cache_changes import LIMIT, CacheChanges, Changes
@@ -33,12 +35,29 @@ def extend_chain(chain: list[bytes], root: bytes, tokens: list[int], page_size: 
         chain.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
 
 
+class PageContent(NamedTuple):
+    """What a digest stands for, for those who want to know. `tokens`: the page's, 4 bytes each, little-endian."""
+
+    root: bytes  # of its chain
+    parent: bytes  # digest of the page before it, or `root`
+    tokens: bytes
+
+
+def page_content(root: bytes, chain: Sequence[bytes], tokens: Sequence[int], page: int, page_size: int) -> PageContent:
+    """Of a full page of a sequence. `page`: its index."""
+    packed = array("I", tokens[page * page_size : (page + 1) * page_size])
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return PageContent(root, chain[page - 1] if page else root, packed.tobytes())
+
+
 class PrefixCache:
     """The map between digests and pages. Who owns the pages is the block pool's business."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
+        self._contents: dict[bytes, PageContent] = {}
         self._changes = CacheChanges()
 
     def __len__(self) -> int:
@@ -54,7 +73,7 @@ class PrefixCache:
             found.append(page)
         return found
 
-    def add(self, page: int, digest: bytes) -> bool:
+    def add(self, page: int, digest: bytes, content: PageContent | None = None) -> bool:
         """Makes `page` findable; False, and no change, when another page of that content is known already."""
         if self._digests.get(page, digest) != digest:
             raise TwostrokeError(f"page {page} is registered with other content")
@@ -63,16 +82,23 @@ class PrefixCache:
         if page not in self._digests:
             self._digests[page] = digest
             self._changes.stored(digest)
+            if content is not None:
+                self._contents[digest] = content
         return True
 
     def digest_of(self, page: int) -> bytes | None:
         """The digest that `page` is found by, if any."""
         return self._digests.get(page)
 
+    def content_of(self, digest: bytes) -> PageContent | None:
+        """What was said of a page that can be found."""
+        return self._contents.get(digest)
+
     def forget(self, page: int) -> None:
         """`page` gets other content: it is not to be found any more."""
         digest = self._digests.pop(page)
         del self._pages[digest]
+        self._contents.pop(digest, None)
         self._changes.evicted(digest)
 
     def take_changes(self) -> Changes:

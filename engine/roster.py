@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .block_pool import BlockPool
-from .prefix_cache import PendingPages, extend_chain
+from .prefix_cache import PendingPages, extend_chain, page_content
 from .request import SequenceKey, Work
 from .sequence import Sequence, State
 from .waiting import WaitingQueue
@@ -120,10 +120,9 @@ class Roster:
         if not self.caching or full <= sequence.registered:
             return
         self._extend_chain(sequence)
-        for page, digest in zip(
-            sequence.pages[sequence.registered : full], sequence.chain[sequence.registered : full], strict=True
-        ):
-            self.pool.register(page, digest)
+        for index in range(sequence.registered, full):
+            content = page_content(sequence.root, sequence.chain, sequence.tokens, index, self.page_size)
+            self.pool.register(sequence.pages[index], sequence.chain[index], content)
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : full], sequence.key)
         sequence.registered = full
 

@@ -5,6 +5,7 @@ Knows no gRPC; `worker_servicer.py` moves the messages. All of it belongs to the
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from .outbox import Outbox
 
 log = logging.getLogger(__name__)
 
+MAX_BACKLOG = 2048  # messages about pages and what they hold that wait for room
 MAX_TRACE = 100  # characters; a W3C traceparent has 55
 
 
@@ -69,6 +71,8 @@ class Session:
         self.ended: asyncio.Future[TwostrokeError | None] = asyncio.get_running_loop().create_future()
         self.heard = owner.clock()
         self.knows_cache = False  # was told all that the prefix cache has, and since then its changes
+        self.wants_contents = False  # and what the pages hold
+        self._backlog: deque[pb.FromWorker] = deque()
         self._owner = owner
         self._live: dict[int, dict[SequenceKey, Work]] = {}  # by request number
         self._count = 0
@@ -92,6 +96,8 @@ class Session:
                 self._owner.hold(message.drain.drain, message.drain.within_ms / 1000)
             case "set_role":
                 self._set_role(message.set_role.role)
+            case "watch_cache":
+                self._watch_cache(message.watch_cache.contents)
             case "hello":
                 self.end(InvalidRequest("a second hello"))
             case _:  # a heartbeat, or what a later version may say
@@ -120,12 +126,28 @@ class Session:
         self._send(pb.FromWorker(status=status))
 
     def tell_cache(self, events: pb.CacheEvents) -> None:
-        """Sends changes of the prefix cache; tokens go first: where room is short, all is told anew later."""
+        """Sends changes of the prefix cache; tokens go first: where room is short, all is told anew later, or with what
+        pages hold, which may be much, bit by bit."""
         message = pb.FromWorker(cache=events)
-        if not self.knows_cache or 2 * message.ByteSize() > self.outbox.free:
+        if self.wants_contents:
+            self._backlog.append(message)
+            self.flush_cache()
+        elif not self.knows_cache or 2 * message.ByteSize() > self.outbox.free:
             self.knows_cache = False
         else:
             self._send(message)
+
+    def flush_cache(self) -> None:
+        """Sends what `tell_cache` kept, as far as there is room."""
+        while self._backlog and 2 * self._backlog[0].ByteSize() <= self.outbox.free:
+            self._send(self._backlog.popleft())
+        if len(self._backlog) > MAX_BACKLOG:
+            self._backlog.clear()
+            self.knows_cache = False
+
+    def _watch_cache(self, contents: bool) -> None:
+        self.wants_contents, self.knows_cache = contents, False
+        self._backlog.clear()
 
     def fail_all(self, error: TwostrokeError) -> None:
         """Gives all sequences up and tells the gateway about each."""

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.engine.prefix_cache import DIGEST_BYTES, PendingPages, PrefixCache, extend_chain, root_digest
+from twostroke.engine.prefix_cache import (
+    DIGEST_BYTES,
+    PageContent,
+    PendingPages,
+    PrefixCache,
+    extend_chain,
+    page_content,
+    root_digest,
+)
 from twostroke.engine.request import SequenceKey
 
 ROOT = root_digest(b"model", b"")
@@ -67,6 +75,22 @@ def test_match_stops_at_the_first_unknown_page() -> None:
     assert len(cache) == 2
     with pytest.raises(KeyError):
         cache.forget(7)
+
+
+def test_what_a_page_holds_is_kept_as_long_as_it_can_be_found() -> None:
+    root, tokens = root_digest(b"model", b""), [1, 2, 3, 1 << 20]
+    chain: list[bytes] = []
+    extend_chain(chain, root, tokens, 2)
+    first, second = (page_content(root, chain, tokens, page, 2) for page in range(2))
+    assert first == PageContent(root, root, bytes([1, 0, 0, 0, 2, 0, 0, 0]))
+    assert second == PageContent(root, chain[0], bytes([3, 0, 0, 0, 0, 0, 16, 0]))
+    cache = PrefixCache()
+    assert cache.add(7, chain[0], first)
+    assert not cache.add(8, chain[0], second)
+    assert cache.content_of(chain[0]) == first
+    assert cache.content_of(chain[1]) is None
+    cache.forget(7)
+    assert cache.content_of(chain[0]) is None
 
 
 def test_pending_pages_belong_to_who_announced_them_first() -> None:

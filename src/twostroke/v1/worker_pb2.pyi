@@ -719,6 +719,7 @@ class ToWorker(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     SET_ROLE_FIELD_NUMBER: _builtins.int
+    WATCH_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
         """/ First."""
@@ -747,6 +748,10 @@ class ToWorker(_message.Message):
     def set_role(self) -> Global___SetRole:
         """/ It shall do something else."""
 
+    @_builtins.property
+    def watch_cache(self) -> Global___WatchCache:
+        """/ What this gateway wants to know of the prefix cache."""
+
     def __init__(
         self,
         *,
@@ -757,16 +762,39 @@ class ToWorker(_message.Message):
         peers: Global___Peers | None = ...,
         drain: Global___Drain | None = ...,
         set_role: Global___SetRole | None = ...,
+        watch_cache: Global___WatchCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "peers", b"peers", "set_role", b"set_role", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat", "peers", "drain", "set_role"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat", "peers", "drain", "set_role", "watch_cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class WatchCache(_message.Message):
+    """/ What `CacheEvents` shall tell this gateway from now on; all that there is is told anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    contents: _builtins.bool
+    """/ What the stored pages hold, too."""
+    def __init__(
+        self,
+        *,
+        contents: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCache: _TypeAlias = WatchCache  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -1293,22 +1321,36 @@ class CacheEvents(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    ROOTS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     reset: _builtins.bool
     """/ Everything told before is void: `stored` is all that is there."""
     stored: _builtins.bytes
     """/ Digests of pages that can be found now, 8 bytes each."""
     evicted: _builtins.bytes
     """/ Digests of pages that cannot be found any more, 8 bytes each."""
+    roots: _builtins.bytes
+    """/ Where `WatchCache.contents` is set: of each stored page the beginning of its chain, 8 bytes each; it names model, KV
+    / format and cache salt.
+    """
+    parents: _builtins.bytes
+    """/ Likewise: the digest of the page before it, or its root; 8 bytes each."""
+    tokens: _builtins.bytes
+    """/ Likewise: its tokens, a page's after another's; 4 bytes each, little-endian."""
     def __init__(
         self,
         *,
         reset: _builtins.bool = ...,
         stored: _builtins.bytes = ...,
         evicted: _builtins.bytes = ...,
+        roots: _builtins.bytes = ...,
+        parents: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "parents", b"parents", "reset", b"reset", "roots", b"roots", "stored", b"stored", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
