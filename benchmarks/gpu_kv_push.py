@@ -84,18 +84,21 @@ class Pusher:
         pool = PeerCudaPool.open(descriptor, device=pages.device, incarnation=INCARNATION, nbytes=theirs.nbytes)
         self.transport = CudaIpcTransport(self.source, pool, theirs.pages)
         self.pool, self.theirs = pool, theirs
+        ends = self.source.marks.ends
+        self.stretches = {end: range(begin + 1, end + 1) for begin, end in zip((-1, *ends), ends, strict=False)}
         self.tickets = 0
         self.last_done = 0.0
         self._left = 0
         self._ended = threading.Condition()
 
-    def push(self, layer: int, src: tuple[int, ...], dst: tuple[int, ...]) -> None:
-        """Starts a copy of this ticket."""
+    def push(self, end: int, src: tuple[int, ...], dst: tuple[int, ...]) -> None:
+        """Starts the copies of this ticket in the stretch of layers that ends with `end`."""
         with self._ended:
             self._left += 1
-        self.transport.start(Copy(layer, 1, self.tickets, layer, 0, src, dst), self._done)
+        copies = [Copy(layer, 1, self.tickets, layer, 0, src, dst) for layer in self.stretches[end]]
+        self.transport.start_layers(copies, self._done)
 
-    def _done(self, copy: int, digests: bytes) -> None:
+    def _done(self, digests: bytes) -> None:
         with self._ended:
             self.last_done = time.perf_counter()
             self._left -= 1
@@ -155,24 +158,24 @@ class Run:
             self.add("speed", values, "GB/s", GOALS["speed"], context=context, pages=name)
 
     def host(self, pusher: Pusher, context: int) -> None:
-        """Microseconds that starting a layer's copy takes, all of it; the first one of a step is counted apart."""
-        count, layers = context // self.args.page_size, pusher.source.layers
+        """Microseconds of a layer that starting copies takes, all of it; the first ones of a step are counted apart."""
+        count = context // self.args.page_size
         first: list[float] = []
         others: list[float] = []
         for repeat in range(self.args.repeats + 3):
             pusher.tickets += 1
             order = torch.randperm(pusher.source.pages - 1)[:count].add(1).tolist()
             src, dst = tuple(order), tuple(reversed(order))
-            for layer in range(layers):
+            for number, (end, layers) in enumerate(pusher.stretches.items()):
                 begun = time.perf_counter()
-                pusher.source.written(layer)
-                pusher.push(layer, src, dst)
-                took = (time.perf_counter() - begun) * 1e6
+                pusher.source.written(end)
+                pusher.push(end, src, dst)
+                took = (time.perf_counter() - begun) * 1e6 / len(layers)
                 if repeat >= 3:
-                    (others if layer else first).append(took)
+                    (others if number else first).append(took)
             pusher.settle()
         self.add("host, a layer", others, "us", GOALS["host"], context=context)
-        self.add("host, the first layer", first, "us", context=context)
+        self.add("host, a layer of the first stretch", first, "us", context=context)
 
     def prefill(self, bench: Bench, pusher: Pusher, contexts: list[int]) -> None:
         """What pushing costs a prompt, and what is left of it when the prompt is done."""
@@ -233,6 +236,8 @@ def _hook(pusher: Pusher, mode: str, page_size: int) -> LayerHook:
     sent: dict[int, int] = {}
 
     def hook(layer: int, progress: list[ChunkProgress]) -> None:
+        if layer not in pusher.stretches:
+            return
         pusher.source.written(layer)
         if mode == "events only":
             return
@@ -295,7 +300,7 @@ def main() -> None:
         bench = stack.enter_context(built(args, sequences=8, pages=pages, token_budget=8448))
         config: ModelConfig = bench.engine.config
         mine = pool_bytes(bench.engine.pool)
-        theirs = Shape(config.layers, pages + 1, mine.shape[2])
+        theirs = Shape(config.layers, mine.shape[1], mine.shape[2])
         descriptor = stack.enter_context(owner(args.peer, theirs))
         pusher = Pusher(mine, descriptor, theirs)
         stack.callback(pusher.close)

@@ -1,6 +1,7 @@
 """Digests of a decode worker's own pages, by its GPU, beside what the engine computes there."""
 
 import logging
+from collections import OrderedDict
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from .pool_pages import Digested
 log = logging.getLogger(__name__)
 
 _HIGH_PRIORITY = -1  # a prompt waits for its last digests, a decode step for nothing of theirs
+_REMEMBERED = 64  # page lists: of tickets whose layers come one after the other
 
 
 class CudaDigester:
@@ -27,6 +29,7 @@ class CudaDigester:
         self._device = pages.device
         self._words = pages.view(torch.int64)
         self._slots = DigestSlots()
+        self._sent: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # page lists on the device
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._waiter = EventWaiter("kv-digests", lambda: torch.cuda.set_device(self._device))
@@ -63,12 +66,21 @@ class CudaDigester:
         out: Tensor,  # int64 [layers, pages], pinned
     ) -> None:
         with torch.cuda.stream(self._stream):
-            ids = torch.tensor(verify.pages, dtype=torch.int32).pin_memory().to(self._device, non_blocking=True)
             digest_pages(
                 self._words[verify.first_layer : verify.first_layer + verify.layers],
-                ids,
+                self._ids(verify.pages),
                 out,
                 ticket=verify.ticket,
                 first_layer=verify.first_layer,
                 ordinal=verify.ordinal,
             )
+
+    def _ids(self, pages: tuple[int, ...]) -> Tensor:  # int32 [pages]
+        """On the device; the layers of a ticket share them."""
+        ids = self._sent.get(pages)
+        if ids is None:
+            host = torch.tensor(pages, dtype=torch.int32).pin_memory()  # else the host would wait
+            ids = self._sent[pages] = host.to(self._device, non_blocking=True)
+            if len(self._sent) > _REMEMBERED:
+                self._sent.popitem(last=False)
+        return ids

@@ -2,11 +2,12 @@
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Mismatch, TwostrokeError
 from .messages import Copy
-from .page_batch import PageBatch, PageBatches
+from .page_batch import LayersAt, PageBatch, PageBatches
 from .transport import Done
 
 if TYPE_CHECKING:  # Triton is not installed where a CPU serves
@@ -30,7 +31,7 @@ class Mapped(Protocol):
 
 
 class CudaIpcTransport:
-    """A layer's pages go in one batch by the copy engines, while the next layer computes. `done` comes later."""
+    """Layers' pages go in one batch by the copy engines, while the next ones compute. `done` comes later."""
 
     kind = "cuda_ipc"
 
@@ -51,7 +52,13 @@ class CudaIpcTransport:
 
     def start(self, copy: Copy, done: Done) -> None:
         """See `Transport.start`. The layer of a page must have been told `CudaSource.written`, or be older."""
-        batch = self._batches.of(copy)
+        self.start_layers((copy,), lambda digests: done(copy.copy, digests))
+
+    def start_layers(self, copies: Sequence[Copy], done: Callable[[bytes], None]) -> None:
+        """See `LayersTransport.start_layers`."""
+        batch = self._batches.of(copies[-1])
+        if copies[0].layer < 0:
+            raise ValueError(f"no layer {copies[0].layer}")
         with self._state:
             if not self._open:
                 raise ValueError("the transport is closed")
@@ -59,12 +66,12 @@ class CudaIpcTransport:
 
         def landed(digests: bytes) -> None:
             try:
-                done(copy.copy, digests)
+                done(digests)
             finally:
                 self._ended()
 
         try:
-            self._push(copy, batch, landed)
+            self._push(copies, batch, landed)
         except BaseException:
             self._ended()
             raise
@@ -94,8 +101,9 @@ class CudaIpcTransport:
             except TwostrokeError as error:  # the device failed: all that it had mapped is gone with it
                 log.error("the pool could not be unmapped: %s", error.message)
 
-    def _push(self, copy: Copy, batch: PageBatch, landed: "Landed") -> None:
-        self._source.push(copy, batch, self._pool.address + copy.layer * self._layer_bytes, landed)
+    def _push(self, copies: Sequence[Copy], batch: PageBatch, landed: "Landed") -> None:
+        begin = self._pool.address + copies[0].layer * self._layer_bytes
+        self._source.push(copies, batch, LayersAt(begin, self._layer_bytes), landed)
 
     def _ended(self) -> None:
         with self._state:

@@ -14,12 +14,12 @@ from .digest_slots import DigestSlots
 from .event_waiter import EventWaiter
 from .layer_marks import LayerMarks
 from .messages import Copy
-from .page_batch import Addresses, PageBatch
+from .page_batch import Addresses, LayersAt, PageBatch
 
 log = logging.getLogger(__name__)
 
 Landed: TypeAlias = Callable[[bytes], None]
-"""The digests of a copy's source pages: the host has seen it completed. On the waiter's thread."""
+"""The digests of copies' source pages, layer by layer: the host has seen them completed. On the waiter's thread."""
 
 _HIGH_PRIORITY = -1  # digests of the last layer must not queue up behind what the engine launched after it
 
@@ -44,7 +44,7 @@ class CudaSource:
             self.stream = torch.cuda.Stream(self.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self.marks = LayerMarks(self.layers, self.device)
         words = pages.view(torch.int64)
-        self._layers = [words[layer : layer + 1] for layer in range(self.layers)]  # each int64 [1, pages, words]
+        self._words = words  # int64 [layers, pages, words]
         self._slots = DigestSlots()
         self._addresses = Addresses()
         self._waiter = EventWaiter("kv-copies", lambda: torch.cuda.set_device(self.device))
@@ -56,39 +56,40 @@ class CudaSource:
         return self.pages * self.page_bytes
 
     def written(self, layer: int) -> None:
-        """All that the engine's step writes into that layer is launched on the current stream."""
+        """All that a step writes up to that layer, one of `marks.ends`, is launched on the current stream."""
         self.marks.written(layer)
 
-    def push(self, copy: Copy, batch: PageBatch, target: int, landed: Landed) -> None:
-        """Launches a checked copy into a pool whose layer begins at `target`, and the digests of its sources.
+    def push(self, copies: Sequence[Copy], batch: PageBatch, target: LayersAt, landed: Landed) -> None:
+        """Launches checked copies of the same pages in layers that follow each other, and the digests of their sources.
 
-        Raises, with nothing under way, where that fails.
+        `target`: those layers of the peer's pool. Raises, with nothing under way, where that fails.
         """
-        count = len(copy.src)
-        if not count:
+        first, layers, pages = copies[0], len(copies), len(batch.src)
+        if not pages:
             landed(b"")
             return
-        slot = self._slots.take(count)
-        places = self._addresses.of(batch, self.address + copy.layer * self.layer_bytes, target)
+        slot = self._slots.take(layers * pages)
+        source = LayersAt(self.address + first.layer * self.layer_bytes, self.layer_bytes)
+        places = self._addresses.of(batch, layers, source, target)
         with torch.cuda.stream(self.stream):
             ids = batch.ids if batch.ids is not None else self._sent(batch)
-            self.stream.wait_event(self.marks.of(copy.layer))
+            self.stream.wait_event(self.marks.of(copies[-1].layer))
             try:
-                self._copy(*places, batch.sizes_address, len(batch), self.stream.cuda_stream)
+                self._copy(*places, layers * len(batch), self.stream.cuda_stream)
                 digest_pages(
-                    self._layers[copy.layer],
+                    self._words[first.layer : first.layer + layers],
                     ids,
-                    slot.view(1, count),
-                    ticket=copy.ticket,
-                    first_layer=copy.layer,
-                    ordinal=copy.ordinal,
+                    slot.view(layers, pages),
+                    ticket=first.ticket,
+                    first_layer=first.layer,
+                    ordinal=first.ordinal,
                 )
                 slot.event.record()
             except BaseException:
                 self.stream.synchronize()  # who is told of a failure takes it that nothing is written any more
                 raise
 
-        self._waiter.add(slot.event, self._slots.seen(slot, count, landed, "a copy"))
+        self._waiter.add(slot.event, self._slots.seen(slot, layers * pages, landed, "a copy"))
 
     def measure(self, launch: Callable[[], None], nbytes: int) -> float:
         """GB/s of what `launch` puts on the current stream to move `nbytes`; of the second time that it does."""
@@ -126,6 +127,6 @@ class CudaSource:
         slot = self._slots.take(1)
         with torch.cuda.stream(self.stream):
             ids = torch.zeros(1, dtype=torch.int32, device=self.device)
-            digest_pages(self._layers[0], ids, slot.view(1, 1), ticket=1, first_layer=0, ordinal=0)
+            digest_pages(self._words[:1], ids, slot.view(1, 1), ticket=1, first_layer=0, ordinal=0)
             self.stream.synchronize()
         self._slots.give(slot)

@@ -1,24 +1,41 @@
 """How far the engine's launched steps have come, layer by layer, as whatever reads a pool on a GPU waits for it."""
 
+from bisect import bisect_left
+
 import torch
+
+_STRETCHES = 4  # that a step's layers are told of in
+
+
+def stretch_ends(layers: int, most: int = _STRETCHES) -> tuple[int, ...]:
+    """The last layer of each stretch of layers whose pages leave together: `most` stretches of about the same length.
+
+    A layer's pages are sent in a hundredth of the time that it is computed in, so what is held back costs nothing; what
+    every launch costs the host does, because the host launches a short prompt's layers hardly faster than they run.
+    """
+    count = min(layers, most)
+    return tuple(layers * (index + 1) // count - 1 for index in range(count))
 
 
 class LayerMarks:
-    """An event for each layer: the last write that was launched. Copies may be launched long after it, in the middle of
-    another step or between two: what then is the current stream's end tells nothing of the write.
+    """An event for each stretch of layers: the last write that was launched. Copies may be launched long after it, in
+    the middle of another step or between two: what then is the current stream's end tells nothing of the write.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
         """`device`: the pool's."""
+        self.ends = stretch_ends(layers)
         with torch.cuda.device(device):
-            self._events = [torch.cuda.Event(blocking=True) for _ in range(layers)]  # type: ignore[no-untyped-call]
+            self._events = [torch.cuda.Event(blocking=True) for _ in self.ends]  # type: ignore[no-untyped-call]
 
     def written(self, layer: int) -> None:
-        """All that the engine's step writes into that layer is launched on the current stream. The engine's thread."""
-        self._events[layer].record()
+        """All that the engine's step writes up to that layer, the end of a stretch, is launched on the current stream.
+        The engine's thread.
+        """
+        self._events[self.ends.index(layer)].record()
 
     def of(self, layer: int) -> torch.cuda.Event:
-        """Happens once the last write is computed; at once where there was none. Whoever asks before the next write may
-        wait after it, and then waits for that one too.
+        """Happens once the last write of that layer's stretch is computed; at once where there was none. Whoever asks
+        before the next write may wait after it, and then waits for that one too.
         """
-        return self._events[layer]
+        return self._events[bisect_left(self.ends, layer)]

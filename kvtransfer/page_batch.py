@@ -1,7 +1,8 @@
-"""A stretch of pages as one batch of copies: the arrays are made once a step and serve all of its layers."""
+"""A stretch of pages as one batch of copies: what is known of it is made once a step and serves all of its layers."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ class PageBatch:
         self.sources: Offsets = sources * np.uint64(page_bytes)  # bytes from the layer's beginning
         self.targets: Offsets = targets * np.uint64(page_bytes)
         self.sizes: Offsets = counts * np.uint64(page_bytes)
-        self.sizes_address: int = self.sizes.ctypes.data
         self.ids: Tensor | None = None  # int32 [pages], `src` on the device; made by whoever needs it
 
     def __len__(self) -> int:
@@ -56,22 +56,37 @@ class PageBatches:
         return batch
 
 
+@dataclass(frozen=True, slots=True)
+class LayersAt:
+    """Layers that follow each other in a pool."""
+
+    address: int  # of the first
+    stride: int  # bytes from one to the next
+
+    def pointers(self, layers: int) -> Offsets:
+        """Where each begins: uint64 [layers, 1]."""
+        starts = np.arange(layers, dtype=np.uint64) * np.uint64(self.stride) + np.uint64(self.address)
+        return starts[:, None]
+
+
 class Addresses:
-    """A layer's pointers, written over the last one's: a launched batch has read them."""
+    """The pointers of a launch, written over the last one's: a launched batch has read them."""
 
     def __init__(self) -> None:
         """Empty."""
-        self._both = np.zeros((2, 0), np.uint64)
-        self._places = (0, 0)
+        self._all = np.zeros((3, 0), np.uint64)
+        self._places = (0, 0, 0)
 
-    def of(self, batch: PageBatch, source: int, target: int) -> tuple[int, int]:
-        """Addresses of the arrays of targets and sources, given where the layer begins in either pool."""
-        count = len(batch)
-        if count > self._both.shape[1]:
-            self._both = np.zeros((2, 2 * count), np.uint64)
-            self._places = (self._both[0].ctypes.data, self._both[1].ctypes.data)
-        np.add(batch.targets, np.uint64(target), out=self._both[0, :count])
-        np.add(batch.sources, np.uint64(source), out=self._both[1, :count])
+    def of(self, batch: PageBatch, layers: int, source: LayersAt, target: LayersAt) -> tuple[int, int, int]:
+        """Addresses of the arrays of targets, sources and sizes: the batch in so many layers, one after the other."""
+        shape = (layers, len(batch))
+        count = layers * len(batch)
+        if count > self._all.shape[1]:
+            self._all = np.zeros((3, 2 * count), np.uint64)
+            self._places = (self._all[0].ctypes.data, self._all[1].ctypes.data, self._all[2].ctypes.data)
+        np.add(batch.targets, target.pointers(layers), out=self._all[0, :count].reshape(shape))
+        np.add(batch.sources, source.pointers(layers), out=self._all[1, :count].reshape(shape))
+        self._all[2, :count].reshape(shape)[:] = batch.sizes
         return self._places
 
 

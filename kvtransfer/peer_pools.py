@@ -1,12 +1,17 @@
 """Decode workers' pools, as the prefill side writes into them."""
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from ..kernels.digest import DIGEST_BYTES
 from .messages import Copy
-from .transport import Done, Transport
+from .transport import LayersTransport, Transport
 
 log = logging.getLogger(__name__)
+
+Landed: TypeAlias = Callable[[Sequence[Copy], bytes], None]
+"""The digests of these copies' source pages, layer by layer: the host has seen them completed. Any thread."""
 
 
 class PeerPools:
@@ -40,13 +45,36 @@ class PeerPools:
             transport.close()
         self._transports.clear()
 
-    def push(self, copy: Copy, done: Done) -> None:
-        """Starts the copy; `done` comes as `Transport.start` says.
+    def push(self, copies: Sequence[Copy], landed: Landed) -> None:
+        """Starts copies of the same pages in layers that follow each other. `landed` comes for all at once, or for one
+        after the other; each time as `Transport.start` says of `done`.
 
         A failure becomes digests that match nothing: the reader asks anew, or gives up.
         """
-        try:
-            self._transports[copy.reader].start(copy, done)
-        except Exception:
-            log.exception("a copy into the pool of %016x failed", copy.reader)
-            done(copy.copy, bytes(DIGEST_BYTES * len(copy.src)))
+        transport = self._transports.get(copies[0].reader)
+        if isinstance(transport, LayersTransport):
+            _start(transport, copies, landed)
+            return
+        for copy in copies:
+            _start_one(transport, copy, landed)
+
+
+def _start(transport: LayersTransport, copies: Sequence[Copy], landed: Landed) -> None:
+    try:
+        transport.start_layers(copies, lambda digests: landed(copies, digests))
+    except Exception:
+        _fail(copies, landed)
+
+
+def _start_one(transport: Transport | None, copy: Copy, landed: Landed) -> None:
+    try:
+        if transport is None:
+            raise KeyError(f"the pool of {copy.reader:016x} is not open")
+        transport.start(copy, lambda _, digests: landed((copy,), digests))
+    except Exception:
+        _fail((copy,), landed)
+
+
+def _fail(copies: Sequence[Copy], landed: Landed) -> None:
+    log.exception("a copy into the pool of %016x failed", copies[0].reader)
+    landed(copies, bytes(DIGEST_BYTES * sum(len(copy.src) for copy in copies)))

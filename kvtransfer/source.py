@@ -21,17 +21,17 @@ class Source:
         self._page_size = page_size
         self._ready = [0] * layers  # tokens written, by layer
 
-    def advance(self, layer: int, pages: Sequence[int], ready: int, total: int) -> bool:
-        """Notes progress; False when it contradicts what was ready, which starts the account anew (a recompute)."""
+    def advance(self, layers: range, pages: Sequence[int], ready: int, total: int) -> bool:
+        """Notes progress in these layers; False when it contradicts what was ready: it starts anew (a recompute)."""
         needed = -(-total // self._page_size)
         if not 0 <= ready <= total or len(pages) < needed:
             raise ValueError(f"{ready} of {total} tokens ready on {len(pages)} pages")
         now = tuple(pages[:needed])
-        same = not self.pages or (now == self.pages and total == self.total and ready >= self._ready[layer])
+        same = not self.pages or (now == self.pages and total == self.total and ready >= self._ready[layers.start])
         if not same:
             self.restart()
         self.total, self.pages = total, now
-        self._ready[layer] = ready
+        self._ready[layers.start : layers.stop] = [ready] * len(layers)
         return same
 
     def restart(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,16 @@ class Transport(Protocol):
         """Waits for started copies, which end by success, error or the peer's death, and lets go of the peer's pool.
 
         No `done` comes once it returned. May be called again.
+        """
+
+
+@runtime_checkable
+class LayersTransport(Transport, Protocol):
+    """A transport to which copies of several layers at once come cheaper than one by one."""
+
+    def start_layers(self, copies: Sequence[Copy], done: Callable[[bytes], None]) -> None:
+        """As `start`, of copies of the same pages in layers that follow each other; `done` gets the digests of all,
+        layer by layer. All are started, or none is.
         """
 
 

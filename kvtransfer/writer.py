@@ -151,12 +151,12 @@ class Writer:
         push = peer.waiting.pop(key, None) if peer is not None else None
         return pushes.serve(source, push) if push is not None else []
 
-    def pages_ready(self, key: Key, layer: int, pages: Sequence[int], ready: int, total: int) -> list[Instruction]:
-        """Positions below `ready` of `total` are written in this layer of the prompt's block table `pages`."""
+    def pages_ready(self, key: Key, layers: range, pages: Sequence[int], ready: int, total: int) -> list[Instruction]:
+        """Positions below `ready` of `total` are written in these layers of the prompt's block table `pages`."""
         source = self._pushes.sources.get(key)
         if source is None or source.abandoned:
             return []
-        same = source.advance(layer, pages, ready, total)
+        same = source.advance(layers, pages, ready, total)
         push = source.push
         if push is None or push.state is not PushState.PUSHING:
             return []
@@ -165,7 +165,7 @@ class Writer:
             reason = "the prompt's pages moved under its ticket"
         if reason:
             return self._pushes.stop(push, reason)
-        launched = self._pushes.launch(source, push, (layer,))
+        launched = self._pushes.launch(source, push, layers)
         return launched or self._pushes.maybe_complete(source, push)
 
     def restarted(self, key: Key) -> list[Instruction]:

@@ -4,8 +4,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ from .wire_link import PoolOffer
 log = logging.getLogger(__name__)
 
 _WITH_PAGES = (State.RUNNING, State.HELD)
-_PROGRESS_S = 0.005  # while a step is waited for, readers are told no more often than this what has landed
+_PROGRESS_S = 0.001  # while a step is waited for, readers are told no more often than this what has landed
 
 
 @dataclass(slots=True)
@@ -75,12 +75,19 @@ class PrefillHandover:
         pool: Tensor,  # [layers, pages, 2, kv_heads, page_size, head_dim]
         *,
         written: Callable[[int], None] = lambda layer: None,
+        ends: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: the engine's, from which pages are pushed. `written`: told, on the engine's thread, when a step's
-        write of a layer is launched, before any copy that reads it (`CudaSource.written`).
+        """`pool`: the engine's, from which pages are pushed. `ends`: the last layer of each stretch of layers whose
+        pages leave together; each layer's leave alone by default. `written`: told, on the engine's thread, when a
+        step's write of a stretch is launched, by its end, before any copy that reads it (`CudaSource.written`).
         """
-        self.writer = Writer(layers=pool.shape[0], page_size=pool.shape[4])
+        layers = pool.shape[0]
+        self.writer = Writer(layers=layers, page_size=pool.shape[4])
+        ends = range(layers) if ends is None else ends
+        self._stretches = {
+            end: range(begin, end + 1) for begin, end in zip((0, *(e + 1 for e in ends)), ends, strict=False)
+        }
         self.hook: LayerHook | None = self._hook
         self._inbox = Inbox(pool.device, ordered=False, then=self._tell_progress)
         self.wait: StepWait | None = self._inbox.wait
@@ -192,13 +199,16 @@ class PrefillHandover:
 
     def _hook(self, layer: int, progress: list[ChunkProgress]) -> None:
         """After each layer of a step. Must not raise: a failure costs the sequence, not the step."""
+        layers = self._stretches.get(layer)
+        if layers is None:
+            return
         self._written(layer)
         self._inbox.within_step()
         for chunk in progress:
             if chunk.key in self._failed:
                 continue
             try:
-                self._run(self.writer.pages_ready(chunk.key, layer, chunk.pages, chunk.ready, chunk.total))
+                self._run(self.writer.pages_ready(chunk.key, layers, chunk.pages, chunk.ready, chunk.total))
             except Exception as error:
                 log.exception("the pages of a layer could not be pushed")
                 self._failed[chunk.key] = error
@@ -250,7 +260,10 @@ class PrefillHandover:
         while todo:
             match todo.popleft():
                 case Copy() as copy:
-                    todo.extend(self._push(copy))
+                    copies = [copy]
+                    while todo and _follows(copies[-1], todo[0]):
+                        copies.append(todo.popleft())  # type: ignore[arg-type]
+                    todo.extend(self._push(copies))
                 case Send(peer=peer, message=message):
                     self._outbox.setdefault(peer, []).append(message)  # type: ignore[arg-type]
                 case Ticketed(key=SequenceKey() as key):
@@ -263,27 +276,36 @@ class PrefillHandover:
                 case other:
                     raise TwostrokeError(f"not an instruction for a writer: {other}")
 
-    def _push(self, copy: Copy) -> list[Instruction]:
-        """Starts a copy. What is done at once is told at once; else its pages are held until it is."""
-        self.traffic.pages += 0 if copy.layer else len(copy.src)
-        engine, at_once = threading.get_ident(), list[bytes]()
+    def _push(self, copies: Sequence[Copy]) -> list[Instruction]:
+        """Starts copies. What is done at once is told at once; else their pages are held until it is."""
+        self.traffic.pages += 0 if copies[0].layer else len(copies[0].src)
+        engine, at_once = threading.get_ident(), list[tuple[Sequence[Copy], bytes]]()
 
-        def done(number: int, digests: bytes) -> None:
+        def landed(copies: Sequence[Copy], digests: bytes) -> None:
             if threading.get_ident() == engine:
-                at_once.append(digests)
+                at_once.append((copies, digests))
             else:
-                self._tell(lambda: self._copied(number, digests))
+                self._tell(lambda: self._copied(copies, digests))
 
-        self._pools.push(copy, done)
-        if at_once:
-            return self.writer.copied(copy.copy, at_once[0])
-        self._reads.begin(copy)  # `_copied` runs on this thread: not before this
-        return []
+        self._pools.push(copies, landed)
+        done = {copy.copy for landed, _ in at_once for copy in landed}
+        for copy in copies:
+            if copy.copy not in done:
+                self._reads.begin(copy)  # `_copied` runs on this thread: not before this
+        return [instruction for told in at_once for instruction in self._landed(*told)]
 
-    def _copied(self, copy: int, digests: bytes) -> list[Instruction]:
-        """The host saw a copy completed that was not done at once."""
-        self._inbox.engine(lambda: self._reads.end(copy))
-        return self.writer.copied(copy, digests)
+    def _copied(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
+        """The host saw copies completed that were not done at once."""
+        self._inbox.engine(lambda: self._reads.end(copy.copy for copy in copies))
+        return self._landed(copies, digests)
+
+    def _landed(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
+        size = len(digests) // len(copies)
+        return [
+            instruction
+            for index, copy in enumerate(copies)
+            for instruction in self.writer.copied(copy.copy, digests[index * size : (index + 1) * size])
+        ]
 
     def _release(self, key: SequenceKey) -> None:
         self._core.release(key)
@@ -301,6 +323,11 @@ class PrefillHandover:
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
             self._links.send(outbox)
+
+
+def _follows(copy: Copy, instruction: Instruction) -> bool:
+    """Whether it copies the same pages in the next layer."""
+    return isinstance(instruction, Copy) and replace(copy, copy=instruction.copy, layer=copy.layer + 1) == instruction
 
 
 def _first_token(output: SequenceOutput) -> FirstToken:

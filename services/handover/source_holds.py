@@ -1,6 +1,7 @@
 """Pages of a prefill worker that copies under way still read."""
 
 import logging
+from collections.abc import Iterable
 
 from ...engine.block_pool import BlockPool
 from ...errors import TwostrokeError
@@ -37,11 +38,12 @@ class SourceHolds:
         self._names[copy.copy] = name
         self._under_way[name] = count + 1
 
-    def end(self, copy: int) -> None:
-        """It reads no more."""
-        if (name := self._names.pop(copy, None)) is None:
-            return
-        self._under_way[name] -= 1
-        if not self._under_way[name]:
-            del self._under_way[name]
-            self._pool.unhold(name)
+    def end(self, copies: Iterable[int]) -> None:
+        """They read no more."""
+        for copy in copies:
+            if (name := self._names.pop(copy, None)) is None:
+                continue
+            self._under_way[name] -= 1
+            if not self._under_way[name]:
+                del self._under_way[name]
+                self._pool.unhold(name)

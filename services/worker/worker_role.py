@@ -54,7 +54,8 @@ def _prefill(settings: WorkerSettings, identity: ProcessIdentity, loaded: Worker
     opener = make_opener(settings, identity.incarnation, engine.pool, source)
     written = _nothing_written if source is None else source.written
     links = LinkServer(identity, loaded.form, liveness, opener, page_bytes=engine.plan.page_bytes)
-    handover = PrefillHandover(engine.core, links, engine.pool, written=written)
+    ends = None if source is None else source.marks.ends
+    handover = PrefillHandover(engine.core, links, engine.pool, written=written, ends=ends)
 
     async def stop() -> None:
         links.stop()

@@ -44,7 +44,7 @@ class PrefillSide(Side):
         pages = self.owned.setdefault(key, tuple(self.free()[: self.pages(key)]))
         layer, ready = self.within[1] if self.within else 0, job.chunks[self.done[key]]
         self.within = (key, layer + 1)
-        self._run(out, self.writer.pages_ready(key, layer, [*pages, 99], ready, job.total))
+        self._run(out, self.writer.pages_ready(key, range(layer, layer + 1), [*pages, 99], ready, job.total))
         if layer + 1 < self._instance.layers:
             return
         self.within = None

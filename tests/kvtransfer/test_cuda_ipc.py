@@ -1,14 +1,15 @@
 """The transport's own part, over a source that launches nothing: what goes where, and when the pool is let go of."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from twostroke.errors import Mismatch, TwostrokeError
 from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
 from twostroke.kvtransfer.messages import Copy
-from twostroke.kvtransfer.page_batch import PageBatch
+from twostroke.kvtransfer.page_batch import LayersAt, PageBatch
+from twostroke.kvtransfer.transport import LayersTransport
 
 LAYERS, PAGES, PEER_PAGES, PAGE = 3, 10, 20, 1 << 12
 ADDRESS = 7 << 40
@@ -20,18 +21,18 @@ class Source:
     layers, pages, page_bytes, layer_bytes, address = LAYERS, PAGES, PAGE, PAGES * PAGE, 1 << 40
 
     def __init__(self) -> None:
-        self.pushed: list[tuple[Copy, PageBatch, int, Callable[[bytes], None]]] = []
+        self.pushed: list[tuple[Sequence[Copy], PageBatch, LayersAt, Callable[[bytes], None]]] = []
         self.launched: list[tuple[list[int], list[int], int]] = []
         self.fails = False
 
-    def push(self, copy: Copy, batch: PageBatch, target: int, landed: Callable[[bytes], None]) -> None:
+    def push(self, copies: Sequence[Copy], batch: PageBatch, target: LayersAt, landed: Callable[[bytes], None]) -> None:
         if self.fails:
             raise RuntimeError("no")
-        self.pushed.append((copy, batch, target, landed))
+        self.pushed.append((copies, batch, target, landed))
 
     def land(self) -> None:
-        for copy, _, _, landed in self.pushed:
-            landed(b"12345678" * len(copy.src))
+        for copies, _, _, landed in self.pushed:
+            landed(b"12345678" * sum(len(copy.src) for copy in copies))
 
     def measure(self, launch: Callable[[], None], nbytes: int) -> float:
         launch()
@@ -85,10 +86,27 @@ def test_a_copy_is_done_once_the_host_has_seen_it(transport: CudaIpcTransport, s
     for layer in range(LAYERS):
         transport.start(copy(layer + 1, layer), lambda *told: done.append(told))
     assert done == []
-    assert [target for _, _, target, _ in source.pushed] == [ADDRESS + n * PEER_PAGES * PAGE for n in range(LAYERS)]
+    stride = PEER_PAGES * PAGE
+    assert [target for _, _, target, _ in source.pushed] == [LayersAt(ADDRESS + n * stride, stride) for n in range(3)]
     assert len({id(batch) for _, batch, _, _ in source.pushed}) == 1
     source.land()
     assert done == [(number, b"12345678" * 2) for number in (1, 2, 3)]
+
+
+def test_layers_go_together(transport: CudaIpcTransport, source: Source) -> None:
+    done: list[bytes] = []
+    assert isinstance(transport, LayersTransport)
+    copies = [copy(layer + 1, layer) for layer in (1, 2)]
+    transport.start_layers(copies, done.append)
+    [(pushed, batch, target, _)] = source.pushed
+    assert (pushed, batch.src, batch.dst) == (copies, (1, 2), (11, 12))
+    assert target == LayersAt(ADDRESS + PEER_PAGES * PAGE, PEER_PAGES * PAGE)
+    source.land()
+    assert done == [b"12345678" * 4]
+    for layers in ((2, 3), (-1, 0)):
+        with pytest.raises(ValueError, match="no layer"):
+            transport.start_layers([copy(1, layer) for layer in layers], done.append)
+    transport.close()
 
 
 def test_a_copy_that_cannot_be_launched_raises_and_is_not_done(

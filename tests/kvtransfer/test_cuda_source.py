@@ -16,6 +16,7 @@ from twostroke.kvtransfer import cuda_source
 from twostroke.kvtransfer.cuda_digester import CudaDigester
 from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
 from twostroke.kvtransfer.cuda_source import CudaSource
+from twostroke.kvtransfer.layer_marks import LayerMarks, stretch_ends
 from twostroke.kvtransfer.messages import Copy, Verify
 from twostroke.kvtransfer.pool_pages import verify_digests
 
@@ -155,6 +156,33 @@ def test_each_copy_waits_for_its_layer_and_is_followed_by_its_event(pages: torch
     assert LOG[5][1] is LOG[2][1]  # used again once it was seen
     side.landed.get(timeout=10)
     side.source.close()
+
+
+def test_a_stretch_of_layers_is_one_launch(pages: torch.Tensor) -> None:
+    side = Side(pages)
+    side.source.written(2)
+    ((_, written),) = LOG[-1:]
+    LOG.clear()
+    landed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    side.transport.start_layers([copy(layer) for layer in (1, 2)], landed.put)
+    assert [entry[0] for entry in LOG] == ["wait", "copy", "record"]
+    assert LOG[:2] == [("wait", written), ("copy", 4, 77)]
+    expected = torch.zeros_like(side.pool.pages)
+    expected[1:, [10, 11, 2]] = pages[1:, [3, 4, 8]]
+    assert landed.get(timeout=10) == pool_digests(pages[1:], (3, 4, 8), ticket=1 << 33, first_layer=1, ordinal=5)
+    assert torch.equal(side.pool.pages, expected)
+    side.transport.close()
+    side.source.close()
+
+
+@pytest.mark.parametrize(("layers", "ends"), [(1, (0,)), (3, (0, 1, 2)), (4, (0, 1, 2, 3)), (32, (7, 15, 23, 31)),
+                                              (30, (6, 14, 21, 29))])  # fmt: skip
+def test_stretches_of_layers(layers: int, ends: tuple[int, ...]) -> None:
+    assert stretch_ends(layers) == ends
+    marks = LayerMarks(layers, torch.device("cuda"))
+    for layer in range(layers):
+        assert marks.of(layer) is marks.of(next(end for end in ends if end >= layer))
+    assert len({id(marks.of(end)) for end in ends}) == len(ends)
 
 
 def test_a_failed_launch_leaves_nothing_under_way(pages: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

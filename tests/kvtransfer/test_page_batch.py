@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.kvtransfer.messages import Copy
-from twostroke.kvtransfer.page_batch import Addresses, PageBatch, PageBatches, merge
+from twostroke.kvtransfer.page_batch import Addresses, LayersAt, PageBatch, PageBatches, merge
 
 PAGE = 4096
 
@@ -44,17 +44,19 @@ def test_what_is_merged_is_what_was_asked_for(pairs: list[tuple[int, int]]) -> N
 def test_pointers_of_each_layer() -> None:
     batch, addresses = PageBatch((4, 5, 9), (2, 3, 1), PAGE), Addresses()
     for source, target in ((1 << 40, 1 << 50), ((1 << 40) + 77 * PAGE, 3 << 50)):  # beyond 32 bits, and 53
-        targets, sources = addresses.of(batch, source, target)
-        assert read(targets, 2) == [target + 2 * PAGE, target + PAGE]
-        assert read(sources, 2) == [source + 4 * PAGE, source + 9 * PAGE]
-        assert read(batch.sizes_address, 2) == [2 * PAGE, PAGE]
+        layers = LayersAt(source, 100 * PAGE), LayersAt(target, 200 * PAGE)
+        targets, sources, sizes = addresses.of(batch, 3, *layers)
+        assert read(targets, 6) == [target + (200 * n + page) * PAGE for n in range(3) for page in (2, 1)]
+        assert read(sources, 6) == [source + (100 * n + page) * PAGE for n in range(3) for page in (4, 9)]
+        assert read(sizes, 6) == [2 * PAGE, PAGE] * 3
 
 
 def test_a_larger_batch_gets_larger_arrays() -> None:
     addresses = Addresses()
-    addresses.of(PageBatch((1,), (1,), PAGE), 0, 0)
+    addresses.of(PageBatch((1,), (1,), PAGE), 1, LayersAt(0, PAGE), LayersAt(0, PAGE))
     pages = tuple(range(1, 999, 2))
-    targets, sources = addresses.of(PageBatch(pages, pages, PAGE), 8, 16)
+    targets, sources, sizes = addresses.of(PageBatch(pages, pages, PAGE), 1, LayersAt(8, PAGE), LayersAt(16, PAGE))
+    assert read(sizes, len(pages)) == [PAGE] * len(pages)
     assert read(targets, len(pages)) == [16 + PAGE * page for page in pages]
     assert read(sources, len(pages)) == [8 + PAGE * page for page in pages]
 

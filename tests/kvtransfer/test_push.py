@@ -29,7 +29,7 @@ def test_every_page_is_launched_once_whatever_the_chunks(data: st.DataObject, to
     while ready < total:
         ready = data.draw(st.integers(ready + 1, total))
         for layer in range(2):
-            assert source.advance(layer, table, ready, total)
+            assert source.advance(range(layer, layer + 1), table, ready, total)
             for index in range(source.whole_pages(layer)):
                 assert ready == total or (index + 1) * page_size <= ready
             ordinals = push.due(layer, source.whole_pages(layer))
@@ -62,11 +62,11 @@ def test_progress_is_what_has_landed() -> None:
 
 def test_a_source_starts_over_when_what_was_ready_is_contradicted() -> None:
     source = Source("k", 1, 2, 4)
-    assert source.advance(0, [1, 2, 3], 8, 10)
-    assert source.advance(1, [1, 2, 3], 8, 10)
-    assert not source.advance(0, [4, 5, 6], 9, 10)
+    assert source.advance(range(1), [1, 2, 3], 8, 10)
+    assert source.advance(range(1, 2), [1, 2, 3], 8, 10)
+    assert not source.advance(range(1), [4, 5, 6], 9, 10)
     assert (source.whole_pages(0), source.whole_pages(1)) == (2, 0)
-    assert not source.advance(0, [4, 5, 6], 8, 10)
+    assert not source.advance(range(1), [4, 5, 6], 8, 10)
     source.finish((FirstToken(0, 1, 0),))
     assert (source.whole_pages(0), source.whole_pages(1), source.finished()) == (3, 3, False)
     source.restart()

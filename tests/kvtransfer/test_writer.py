@@ -50,7 +50,7 @@ def said(out: list[Instruction]) -> list[object]:
 
 
 def chunk(writer: Writer, ready: int, total: int, key: str = "a") -> list[Instruction]:
-    return [i for layer in range(LAYERS) for i in writer.pages_ready(key, layer, TABLE, ready, total)]
+    return [i for layer in range(LAYERS) for i in writer.pages_ready(key, range(layer, layer + 1), TABLE, ready, total)]
 
 
 def digests(copy: Copy) -> bytes:
@@ -323,10 +323,10 @@ def test_a_recomputed_sequence_starts_over() -> None:
     assert writer.restarted("a") == []
     assert copies(writer.receive(D, ticket(), 0.0)) == []
     moved = [31, 32, 33]
-    out = [i for layer in range(LAYERS) for i in writer.pages_ready("a", layer, moved, 4, 10)]
+    out = [i for layer in range(LAYERS) for i in writer.pages_ready("a", range(layer, layer + 1), moved, 4, 10)]
     assert [c.src for c in copies(out)] == [(31,)] * LAYERS
     assert finish(writer, out) == []
-    out = [i for layer in range(LAYERS) for i in writer.pages_ready("a", layer, moved, 10, 10)]
+    out = [i for layer in range(LAYERS) for i in writer.pages_ready("a", range(layer, layer + 1), moved, 10, 10)]
     assert said(finish(writer, out)) == [Complete(1, TOKEN, whole(3))]
 
 
@@ -335,7 +335,7 @@ def test_pages_that_move_under_a_ticket_end_it() -> None:
     writer.expect("a", D)
     writer.receive(D, ticket(), 0.0)
     finish(writer, chunk(writer, 4, 10))
-    out = writer.pages_ready("a", 0, [31, 32, 33], 4, 10)
+    out = writer.pages_ready("a", range(1), [31, 32, 33], 4, 10)
     assert copies(out) == []
     assert isinstance(said(out)[0], Drained)
 
@@ -343,10 +343,10 @@ def test_pages_that_move_under_a_ticket_end_it() -> None:
 def test_unknown_names_are_harmless_and_impossible_numbers_are_not() -> None:
     writer = made()
     assert writer.copied(99, b"") == writer.request_gone("x") == writer.prompt_done("x", TOKEN) == []
-    assert writer.pages_ready("x", 0, [], 0, 4) == writer.restarted("x") == []
+    assert writer.pages_ready("x", range(1), [], 0, 4) == writer.restarted("x") == []
     assert writer.receive(D, Accepted(4), 0.0) == writer.reader_down(99, 0.0) == []
     writer.expect("a", D)
     with pytest.raises(ValueError, match="pages"):
-        writer.pages_ready("a", 0, [1], 4, 10)
+        writer.pages_ready("a", range(1), [1], 4, 10)
     with pytest.raises(TwostrokeError, match="1 sequences"):
         writer.check(idle=True)

@@ -72,7 +72,7 @@ class World(Processes):
         for layer in range(LAYERS):
             for index in range(old // PAGE, -(-ready // PAGE)):
                 p.memory[layer, pages[index]] = job.value(layer, index, ready)
-            self.run_prefill(p, p.writer.pages_ready(job.key, layer, [*pages, 99], ready, job.total))
+            self.run_prefill(p, p.writer.pages_ready(job.key, range(layer, layer + 1), [*pages, 99], ready, job.total))
         if ready == job.total and not (job.answered and pick(2)):
             job.answered = True
             self.run_prefill(p, p.writer.prompt_done(job.key, job.first()))

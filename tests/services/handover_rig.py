@@ -255,7 +255,8 @@ class PrefillWorker(Worker):
             self.identity, form(), self.liveness, self.opener, page_bytes=self.page_bytes, heartbeat_s=0.2
         )
         written = (lambda layer: None) if self.late is None else self.late.runner.written
-        self.handover = PrefillHandover(self.core, self.links, self.pool, written=written)
+        ends = None if self.late is None else self.late.ends
+        self.handover = PrefillHandover(self.core, self.links, self.pool, written=written, ends=ends)
         self.driver = Driver(self.core, self.handover, asyncio.get_running_loop(), self.on_result)
         self.server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"

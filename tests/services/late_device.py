@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twostroke.engine.batch import UNSEEN, Launched, LayerHook, Row
 from twostroke.engine.request import SequenceKey, Token
+from twostroke.kvtransfer.layer_marks import stretch_ends
 from twostroke.kvtransfer.messages import Copy, Verify
 from twostroke.kvtransfer.pool_pages import CpuDigester, Digested
 from twostroke.kvtransfer.transport import Done, Transport
@@ -103,6 +104,7 @@ class LateRunner(TensorRunner):
         self._computed = (0, 0)  # steps, and layers of the next one
         self._moved = threading.Condition()
         self._marks: dict[int, tuple[int, int]] = {}
+        self._ends = set[int]()
         self._last: dict[SequenceKey, int] = {}
 
     def launch(self, rows: list[Row], hook: LayerHook | None) -> Launched:
@@ -129,12 +131,13 @@ class LateRunner(TensorRunner):
         return step
 
     def written(self, layer: int) -> None:
-        """As `CudaSource.written`."""
+        """As `CudaSource.written`: of all layers of a stretch."""
         self._marks[layer] = (self._steps - 1, layer + 1)
+        self._ends.add(layer)
 
     def mark(self, layer: int) -> tuple[int, int]:
         """What a copy of that layer must wait for."""
-        return self._marks.get(layer, (0, 0))
+        return self._marks.get(min((end for end in self._ends if end >= layer), default=layer), (0, 0))
 
     def reach(self, mark: tuple[int, int]) -> None:
         """Waits until so much is computed."""
@@ -191,13 +194,23 @@ class LateTransport:
         self._open = True
 
     def start(self, copy: Copy, done: Done) -> None:
-        mark = self._runner.mark(copy.layer)
+        self.start_layers([copy], lambda digests: done(copy.copy, digests))
+
+    def start_layers(self, copies: Sequence[Copy], done: Callable[[bytes], None]) -> None:
+        assert [copy.layer for copy in copies] == list(range(copies[0].layer, copies[0].layer + len(copies)))
+        assert len({(copy.ticket, copy.ordinal, copy.src, copy.dst) for copy in copies}) == 1
+        mark, landed = self._runner.mark(copies[-1].layer), list[bytes]()
 
         def run() -> None:
             self._runner.reach(mark)
-            self.inner.start(copy, done)
+            for copy in copies:
+                self.inner.start(copy, lambda _, digests: landed.append(digests))
+            done(b"".join(landed))
 
         self._stream.put(run)
+
+    def peer_gone(self) -> None:
+        self.inner.peer_gone()
 
     def probe(self) -> float:
         return self.inner.probe()
@@ -229,6 +242,8 @@ class LateHandover:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.runner: LateRunner
+        stretched = stretch_ends(LAYERS, most=1 + seed % 2)
+        self.ends = range(LAYERS) if seed % 3 == 0 else stretched  # layers whose pages leave alone, or together
 
     def make_runner(self, pool: Tensor) -> LateRunner:
         """`pool`: [LAYERS, pages, 2, 1, PAGE, 2] int32."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from twostroke.engine.request import FinishReason, Request, SamplingParams, Sequ
 from twostroke.engine.sequence import State
 from twostroke.errors import HandoverExpired, InvalidRequest, TwostrokeError
 from twostroke.kvtransfer.messages import Copy
+from twostroke.kvtransfer.peer_pools import Landed
 from twostroke.kvtransfer.transport import Done, ShmTransport
 from twostroke.services.handover.handover import NoHandover
 
@@ -228,9 +230,9 @@ def count_copies(rig: Rig) -> list[int]:
     copied = [0]
     original = rig.p.handover._pools.push
 
-    def counting(copy: Copy, done: Done) -> None:
-        copied[0] += len(copy.src)
-        original(copy, done)
+    def counting(copies: Sequence[Copy], landed: Landed) -> None:
+        copied[0] += sum(len(copy.src) for copy in copies)
+        original(copies, landed)
 
     rig.p.handover._pools.push = counting  # type: ignore[method-assign]
     return copied

@@ -1,5 +1,6 @@
 """Pools as pages of bytes, and peers' pools written by page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,20 +40,20 @@ def test_pages_are_pushed_with_their_digests(tmp_path: Path) -> None:
     mine = torch.randn(SHAPE)
     shared, offer = offered(tmp_path, 9)
     pools = PeerPools()
-    landed: list[tuple[int, bytes]] = []
+    landed: list[tuple[Sequence[Copy], bytes]] = []
     pools.add(READER, shm_opener(mine)(offer, READER, lambda: None))
     copy = Copy(1, READER, ticket=4, layer=2, ordinal=6, src=(3, 1), dst=(7, 8))
-    pools.push(copy, lambda *result: landed.append(result))
-    [(number, digests)] = landed
-    assert number == 1
+    pools.push([copy], lambda *result: landed.append(result))
+    [(copies, digests)] = landed
+    assert list(copies) == [copy]
     theirs = shared.tensor.view(3, 9, -1)
     assert torch.equal(theirs[2, [7, 8]], pool_bytes(mine)[2, [3, 1]])
     assert digests == page_digests(theirs[2], (7, 8), ticket=4, layer=2, ordinal=6)
     assert not theirs[:2, 1:].any()
     pools.drop(READER)
     pools.drop(READER)
-    pools.push(copy, lambda *result: landed.append(result))
-    assert landed[1:] == [(1, bytes(16))]  # a failed copy: digests that match nothing
+    pools.push([copy], lambda *result: landed.append(result))
+    assert landed[1:] == [((copy,), bytes(16))]  # a failed copy: digests that match nothing
     pools.close()
     shared.close()
 

@@ -20,11 +20,11 @@ def test_pages_come_back_with_the_last_copy() -> None:
     assert len(pool.holds()) == 1
     pool.release(pages)
     for layer in (2, 0, 3):
-        holds.end(layer)
+        holds.end([layer])
         assert pool.free_pages == 6
-    holds.end(1)
+    holds.end([1])
     assert (pool.free_pages, len(holds), pool.holds()) == (9, 0, {})
-    holds.end(1)  # told twice
+    holds.end([1])  # told twice
 
 
 def test_stretches_and_tickets_are_held_apart() -> None:
@@ -35,11 +35,11 @@ def test_stretches_and_tickets_are_held_apart() -> None:
     holds.begin(copy(2, pages[2:]))
     holds.begin(copy(3, pages[:2], ticket=2))
     pool.release(pages)
-    holds.end(1)
+    holds.end([1])
     assert pool.free_pages == 5  # the other ticket still reads them
-    holds.end(3)
+    holds.end([3])
     assert pool.free_pages == 7
-    holds.end(2)
+    holds.end([2])
     assert pool.free_pages == 9
 
 
@@ -48,5 +48,5 @@ def test_pages_that_nobody_owns_are_a_fault_that_stops_nothing(caplog: pytest.Lo
     holds = SourceHolds(pool)
     holds.begin(copy(1, (5,)))
     assert "nobody owns" in caplog.text
-    holds.end(1)
+    holds.end([1])
     assert pool.free_pages == 9
