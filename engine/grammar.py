@@ -7,9 +7,9 @@ from collections.abc import Callable
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..errors import InvalidRequest
+from .constraint_text import check_text, choices_of
 from .request import Constraint, ConstraintKind
 
-MAX_TEXT = 256 << 10  # bytes of a constraint's text
 MAX_REASON = 300  # characters of the library's own words that are repeated
 STACK_BYTES = 64 << 20  # of a thread that compiles: the library's compiler descends recursively
 _JSON = {
@@ -18,27 +18,8 @@ _JSON = {
 }
 
 
-def check_text(constraint: Constraint) -> None:
-    """InvalidRequest (field `constraint`) for a text that is too long, or no text, no JSON, no list of choices."""
-    text, kind = constraint.text, constraint.kind
-    try:
-        size = len(text) if text.isascii() else len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"a lone surrogate stands at character {error.start}", field="constraint") from error
-    if size > MAX_TEXT:
-        raise InvalidRequest(f"the constraint has {size} bytes, at most {MAX_TEXT} are taken", field="constraint")
-    if "\0" in text:
-        raise InvalidRequest("the constraint holds a NUL character", field="constraint")
-    if kind is ConstraintKind.JSON_SCHEMA:
-        schema = _json(text)
-        if not isinstance(schema, dict | bool):
-            raise InvalidRequest("a JSON Schema is an object (or true)", field="constraint")
-    elif kind is ConstraintKind.CHOICE:
-        _choices(text)
-
-
 def grammar_of(constraint: Constraint) -> str:
-    """For `LLMatcher`. InvalidRequest as `check_text`."""
+    """For `LLMatcher`. InvalidRequest (field `constraint`) as `check_text`."""
     check_text(constraint)
     text = constraint.text
     match constraint.kind:
@@ -49,7 +30,7 @@ def grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case ConstraintKind.CHOICE:
-            choices = " | ".join(json.dumps(choice) for choice in _choices(text))
+            choices = " | ".join(json.dumps(choice) for choice in choices_of(text))
             return LLMatcher.grammar_from_lark("start: " + choices)
         case ConstraintKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(text)
@@ -64,24 +45,21 @@ def compile_grammar(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatche
     matcher = LLMatcher(vocabulary, grammar_of(constraint), log_level=0, limits=_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first one is the slowest, and tells more
-    if matcher.is_error():
-        raise InvalidRequest(f"the constraint cannot be used: {reason_of(matcher)}", field="constraint")
-    if is_stuck(matcher):
-        raise InvalidRequest("the constraint cannot be used: no output satisfies it", field="constraint")
+    if (reason := problem(matcher)) is not None:
+        raise InvalidRequest(f"the constraint cannot be used: {reason}", field="constraint")
     return matcher
 
 
-def is_stuck(matcher: LLMatcher) -> bool:
-    """Whether nothing may follow although the output is not complete."""
-    return matcher.is_stopped() and not matcher.is_accepting()
-
-
-def reason_of(matcher: LLMatcher) -> str:
-    """Why it is in its error state, in one line."""
+def problem(matcher: LLMatcher) -> str | None:
+    """Why it cannot go on, in one line; None: it can, or the output is complete."""
+    if not matcher.is_stopped() or (matcher.is_accepting() and not matcher.is_error()):
+        return None
     text = matcher.get_error()
+    if not matcher.is_error() or text.startswith("NoExtension"):
+        return "no output satisfies it"
     if text.startswith("panic"):
         return "it is too large"
-    line = " ".join(text.split("<state>")[0].split())
+    line = " ".join(text.partition("<")[0].split() if "<non-verbose" in text else text.split())
     return line if len(line) <= MAX_REASON else line[:MAX_REASON] + "..."
 
 
@@ -109,18 +87,3 @@ def _limits() -> LLParserLimits:
 
 def _of_schema(text: str) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(f"the constraint is no valid JSON: {told}", field="constraint") from None
-
-
-def _choices(text: str) -> list[str]:
-    choices = _json(text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-        raise InvalidRequest("a choice takes a list of texts, none of them empty", field="constraint")
-    return [str(each) for each in choices]

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import InvalidRequest
-from .grammar import check_text, compile_grammar, in_deep_stack
+from .constraint_text import check_size
+from .grammar import compile_grammar, in_deep_stack
 from .matching import Matching
 from .request import Constraint, SamplingParams
 
@@ -78,13 +79,13 @@ class Grammars:
     def matching(self, params: SamplingParams, tokens: list[int], start: int) -> Matching | None:
         """For a sequence with these parameters, see `Matching`; None where they name no constraint.
 
-        InvalidRequest (field `constraint`) where outputs of this model cannot be constrained, or its text is none.
+        InvalidRequest (field `constraint`) where outputs of this model cannot be constrained, or it is too long.
         """
         if params.constraint is None:
             return None
         if isinstance(self._vocabulary, str):
             raise InvalidRequest(f"outputs cannot be constrained: {self._vocabulary}", field="constraint")
-        check_text(params.constraint)
+        check_size(params.constraint)
         return Matching(params, params.constraint, tokens, start, self._vocab_size, self._end_ids, self)
 
     def wait(self) -> bool:

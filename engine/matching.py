@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from .grammar import is_stuck, reason_of
+from .grammar import problem
 from .request import Constraint, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -142,12 +142,9 @@ class Matching:
             return
         new = self._tokens[self._taken :]
         self._taken += len(new)
-        if new and not matcher.consume_tokens(new):
-            self._end(f"the constraint cannot be followed: {reason_of(matcher)}")
-            return
-        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if matcher.is_error() or is_stuck(matcher):
-            reason = reason_of(matcher) if matcher.is_error() else "nothing that may follow satisfies it"
+        if not new or matcher.consume_tokens(new):
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if (reason := problem(matcher)) is not None:
             self._end(f"the constraint cannot be followed: {reason}")
             return
         self._hold_back()

@@ -22,6 +22,7 @@ from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
 from .cluster_service import ClusterServicer
+from .constraint_checks import ConstraintChecks
 from .doors import add_doors, door_names
 from .figures import Figures
 from .fleet import Fleet
@@ -80,6 +81,7 @@ class Gateway:
             on_change=self._changed.set,
             channel=cluster_dialer(settings),
         )
+        self.constraints = ConstraintChecks(model.folder)
         self.figures = Figures(self.admission, self.fleet)
         self.lifecycle = Lifecycle(
             model,
@@ -94,6 +96,7 @@ class Gateway:
             disaggregate=settings.disaggregate,
             local_prefill_tokens=settings.local_prefill_tokens,
             figures=self.figures,
+            constraints=self.constraints,
         )
         self.authenticator = authenticator(settings)
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
@@ -222,6 +225,7 @@ class Gateway:
             await self.metrics.stop()
         await self._server.stop(None)
         await self.fleet.stop()
+        await self.constraints.stop()
         self._model.threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -18,6 +18,7 @@ from ..security.tenant import current_tenant
 from .admission import Admission
 from .answer import Answer
 from .attempts import Attempts
+from .constraint_checks import ConstraintChecks
 from .dispatch import Disaggregate, Dispatcher, Job, Routing
 from .figures import Figures
 from .fleet import Fleet
@@ -51,10 +52,12 @@ class Lifecycle:
         disaggregate: Disaggregate = "auto",
         local_prefill_tokens: int = 0,
         figures: Figures | None = None,
+        constraints: ConstraintChecks | None = None,
     ) -> None:
         """`incarnation`: of this gateway. `stream_buffer_bytes`: kept at most for a client that does not keep up.
         `max_attempts`, `replay_wait_s`: see `Attempts`. `routing`, `disaggregate`,
-        `local_prefill_tokens`: see `Dispatcher`. `figures`: are told how requests end."""
+        `local_prefill_tokens`: see `Dispatcher`. `figures`: are told how requests end.
+        `constraints`: None checks their texts only."""
         self.model = model
         self.fleet = fleet
         self._admission = admission
@@ -67,6 +70,7 @@ class Lifecycle:
             fleet, routing=routing, disaggregate=disaggregate, local_tokens=local_prefill_tokens
         )
         self._figures = figures
+        self._constraints = constraints or ConstraintChecks(None)
         self._numbers = count(1)
         self._guards: set[Guard] = set()
         self._turns = Turns()
@@ -105,6 +109,7 @@ class Lifecycle:
         prompt_ids = await self.model.prompt_ids(source)
         check_length(len(prompt_ids), self.model)
         check_width(request.n, self.fleet.widest())
+        await self._constraints.check(request.sampling.constraint)
         params = complete_params(request, len(prompt_ids), self.model, self.fleet.largest())
         scores = PromptScores(None if request.prompt_logprobs is None else len(prompt_ids))
         deadline = None if request.timeout_s is None else arrival + request.timeout_s

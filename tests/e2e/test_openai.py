@@ -124,7 +124,7 @@ async def errors(sdk: AsyncOpenAI) -> None:
         await sdk.chat.completions.create(**{**asked, "model": "gpt-5"})
     for more, param in (
         ({"top_p": 7}, "top_p"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:

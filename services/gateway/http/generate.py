@@ -33,6 +33,7 @@ class Generate:
     async def complete(self, exchange: Exchange) -> None:
         """`/v1/completions`."""
         fields = CompletionFields.read(await exchange.json(self._max_body))
+        exchange.renamed.update(fields.constraint_names())
         fields.check()
         sources: Sequence[Source] = read_prompts(fields.prompt, fields.n, self._model.max_input)
         scores = fields.prompt_logprobs if not fields.echo or fields.logprobs is None else fields.logprobs
@@ -63,6 +64,7 @@ class Generate:
         fields = ChatFields.read(await exchange.json(self._max_body))
         if fields.max_completion_tokens is not None:
             exchange.renamed["stopping.max_tokens"] = "max_completion_tokens"
+        exchange.renamed.update(fields.constraint_names())
         fields.check()
         source: Source = read_messages(fields.messages)
         request = GenerationRequest(

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from ....engine.check_controls import MAX_LISTED
 from ..generation import Sampling, Stopping
 from ..validation import MAX_ANSWERS
+from .constraint_fields import ConstraintFields
 from .errors import HttpRefusal
 from .fields import Fields
 
@@ -32,7 +33,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class GenerationFields(Fields):
+class GenerationFields(ConstraintFields):
     """Defaults are the API's. Ranges are the gateway's to check: it does so for every door."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -46,18 +47,14 @@ class GenerationFields(Fields):
         "store": (False,),
         # of other servers
         "early_stopping": (False,),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
+        "guided_decoding_backend": ("auto", "guidance"),
+        "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0, 1),
         "logits_processors": ([],),
         "priority": (0,),
-        "response_format": ({"type": "text"},),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
@@ -125,6 +122,7 @@ class GenerationFields(Fields):
             logit_bias=tuple(_bias(*item) for item in islice(self.logit_bias.items(), MAX_LISTED + 1)),
             allowed_token_ids=tuple(self.allowed_token_ids[: MAX_LISTED + 1]),
             banned_token_ids=tuple(self.banned_token_ids[: MAX_LISTED + 1]),
+            constraint=self.constraint(),
             bad_words=tuple(self.bad_words[: MAX_LISTED + 1]),
         )
 

@@ -118,7 +118,7 @@ async def test_what_is_wrong_is_named_by_the_api_s_name(tiny_llama_dir: Path) ->
             ({"messages": []}, "messages"),
             ({"messages": [*USER, {"role": "", "content": "x"}]}, "messages[1].role"),
             ({"tools": [{"type": "function"}]}, "tools"),
-            ({"response_format": {"type": "json_schema"}}, "response_format"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
             ({"n": 17}, "n"),
             ({"echo": True}, "echo"),
         ]

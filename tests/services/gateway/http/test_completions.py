@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from twostroke.services.gateway.http.completion_fields import CompletionFields
+from twostroke.services.gateway.http.constraint_fields import ConstraintFields
 from twostroke.v1 import worker_pb2 as wpb
 
 from ...http_client import Served, served
@@ -159,7 +160,7 @@ async def test_everything_reaches_the_workers(tiny_llama_dir: Path) -> None:
             bias_ids=[7], bias_values=[5], allowed_ids=[7, 8, 9], banned_ids=[9],
             bad_words=[wpb.TokenSequence(ids=encode(word)) for word in ("ab", " ab")], min_tokens=2,
         )  # fmt: skip
-        not_sent = set(CompletionFields.model_fields) - set(body) - {
+        not_sent = set(CompletionFields.model_fields) - set(ConstraintFields.model_fields) - set(body) - {
             "n", "stream", "stream_options", "echo", "stop", "include_stop_str_in_output", "prompt_logprobs",
             "return_token_ids", "return_tokens_as_token_ids",
         }  # fmt: skip
@@ -198,7 +199,7 @@ async def test_logprobs(tiny_llama_dir: Path) -> None:
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "seed": 1 << 64}, "seed"),
         ({"prompt": "x", "n": 99}, "n"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
     ],
     ids=str,

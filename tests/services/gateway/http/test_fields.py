@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from twostroke.engine.check_controls import MAX_LISTED
+from twostroke.engine.request import Constraint, ConstraintKind
 from twostroke.errors import InvalidRequest
 from twostroke.services.gateway.generation import ChatInput, Sampling, Stopping, TextInput, TokenInput, Turn
 from twostroke.services.gateway.http.chat_fields import ChatFields, read_messages
@@ -58,6 +59,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_p": 0.5}, {"top_p": 0.5}),
     ({"top_k": 7}, {"top_k": 7}),
     ({"top_k": -1}, {"top_k": 0}),
+    ({"guided_regex": "a+"}, {"constraint": Constraint(ConstraintKind.REGEX, "a+")}),
     ({"min_p": 0.125}, {"min_p": 0.125}),
     ({"typical_p": 0.75}, {"typical_p": 0.75}),
     ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
@@ -232,7 +234,7 @@ def test_true_is_not_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tools", "response_format", "functions", "audio", "reasoning_effort", "web_search_options", "prediction"]
+    "name", ["tools", "functions", "audio", "reasoning_effort", "web_search_options", "prediction"]
 )
 def test_openai_s_own_fields_are_known(name: str) -> None:
     assert refusal(chat, **{name: {"type": "json_object"}}).kind.code == "unsupported_parameter"

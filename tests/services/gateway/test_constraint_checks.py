@@ -1,0 +1,133 @@
+"""Constraints are checked beside the loop: verdicts, bounds, and what hostile ones cost others (nothing)."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from twostroke.engine.constraint_text import MAX_TEXT
+from twostroke.engine.request import Constraint, ConstraintKind
+from twostroke.errors import InvalidRequest, Overloaded
+from twostroke.services.gateway.constraint_checks import ConstraintChecks
+
+K = ConstraintKind
+GOOD = [
+    Constraint(K.JSON_OBJECT),
+    Constraint(K.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+    Constraint(K.REGEX, r"\d+"),
+    Constraint(K.CHOICE, '["ja", "nein"]'),
+    Constraint(K.GRAMMAR, 'start: "a" | "b" start'),
+]
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(12000)) + '\nr12000: "a"'
+SLOW = json.dumps({"type": "integer", "multipleOf": 999983})
+
+
+async def refusal(checks: ConstraintChecks, constraint: Constraint) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        await checks.check(constraint)
+    assert caught.value.field == f"sampling.constraint.{constraint.kind.name.lower()}"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("constraint", "says"),
+    [
+        (Constraint(K.JSON_SCHEMA, "{"), "JSON"),
+        (Constraint(K.JSON_SCHEMA, "3"), "object"),
+        (Constraint(K.JSON_SCHEMA, "[" * 100_000), "nested"),
+        (Constraint(K.CHOICE, "[]"), "choice"),
+        (Constraint(K.CHOICE, '["a", ""]'), "choice"),
+        (Constraint(K.CHOICE, '["a", 1]'), "choice"),
+        (Constraint(K.CHOICE, '"a"'), "choice"),
+        (Constraint(K.GRAMMAR, " "), "empty"),
+        (Constraint(K.REGEX, "\ud800"), "surrogate"),
+        (Constraint(K.REGEX, "ä" * (MAX_TEXT // 2 + 1)), "bytes"),
+    ],
+)
+async def test_what_the_text_alone_tells(constraint: Constraint, says: str) -> None:
+    assert says in (await refusal(ConstraintChecks(None), constraint)).message
+
+
+async def test_without_a_model_and_without_a_constraint() -> None:
+    checks = ConstraintChecks(None)
+    await checks.check(None)
+    for constraint in GOOD:
+        await checks.check(constraint)
+    await checks.stop()
+
+
+async def test_verdicts_of_the_compiler(tiny_llama_dir: Path) -> None:
+    """In one process: each that it survives is judged by the next."""
+    checks = ConstraintChecks(tiny_llama_dir, processes=1)
+    bad = [
+        (Constraint(K.JSON_SCHEMA, '{"uniqueItems": true, "type": "array"}'), "uniqueItems"),
+        (Constraint(K.JSON_SCHEMA, '{"uniqueItems": true, "x-guidance": {"lenient": true}}'), "uniqueItems"),
+        (Constraint(K.JSON_SCHEMA, '{"$ref": "#/nowhere"}'), "nowhere"),
+        (Constraint(K.REGEX, "("), "unclosed"),
+        (Constraint(K.REGEX, "(?=a)b"), "look-around"),
+        (Constraint(K.REGEX, r"[^\s\S]"), "no output"),
+        (Constraint(K.GRAMMAR, "start: begin"), "begin"),
+        (Constraint(K.GRAMMAR, CHAIN), "too deeply nested"),  # it exhausts the stack: the process dies
+        (Constraint(K.GRAMMAR, "start: " + '"a" ' * 65_530), "too large"),
+    ]
+    try:
+        for constraint, says in bad:
+            assert says in (await refusal(checks, constraint)).message, constraint.text[:50]
+        for constraint in GOOD:
+            await checks.check(constraint)
+        began = time.perf_counter()
+        for constraint, says in bad:
+            assert says in (await refusal(checks, constraint)).message
+        assert time.perf_counter() - began < 1, "verdicts are kept"
+    finally:
+        await checks.stop()
+
+
+@pytest.mark.slow
+async def test_a_slow_one_is_ended_and_others_do_not_wait_for_it(tiny_llama_dir: Path) -> None:
+    checks = ConstraintChecks(tiny_llama_dir, compile_s=1.5)
+    try:
+        await checks.check(GOOD[1])  # a process is there
+        slow = [asyncio.create_task(refusal(checks, Constraint(K.JSON_SCHEMA, SLOW))) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        await checks.check(GOOD[2])
+        await checks.check(GOOD[3])
+        assert not any(task.done() for task in slow)
+        assert all("longer than 1.5 s" in error.message for error in await asyncio.gather(*slow))
+        await checks.check(GOOD[4])
+    finally:
+        await checks.stop()
+
+
+@pytest.mark.slow
+async def test_who_leaves_ends_what_waits_and_what_is_too_many_is_refused(tiny_llama_dir: Path) -> None:
+    checks = ConstraintChecks(tiny_llama_dir, processes=1, compile_s=2, wait_s=0.5)
+    try:
+        first = asyncio.create_task(refusal(checks, Constraint(K.JSON_SCHEMA, SLOW)))
+        await asyncio.sleep(0.05)
+        leaving = [asyncio.create_task(checks.check(Constraint(K.REGEX, "a" * n))) for n in range(1, 257)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded):
+            await checks.check(GOOD[2])
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        with pytest.raises(Overloaded):  # within wait_s the only process is not free
+            await checks.check(GOOD[2])
+        await first
+        await checks.check(GOOD[2])
+    finally:
+        await checks.stop()
+
+
+async def test_stopping_leaves_no_process(tiny_llama_dir: Path) -> None:
+    checks = ConstraintChecks(tiny_llama_dir, processes=1)
+    waiting = asyncio.create_task(checks.check(GOOD[0]))
+    await asyncio.sleep(0.05)
+    await checks.stop()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not [child for child in psutil.Process().children() if "grammar_child" in " ".join(child.cmdline())]
