@@ -12,6 +12,7 @@ from ...engine.request import SequenceKey
 from ...errors import Mismatch, Unavailable
 from ...v1 import worker_pb2 as pb
 from ..worker.outbox import Outbox
+from .cached_blocks import CachedBlocks
 from .inbox import Event, Failed, Gone, Inbox, Output
 from .placement import kv_token_bytes, pair_rates
 from .prefixes import CachedPages
@@ -58,6 +59,7 @@ class WorkerSession:
         self.heard = time.monotonic()
         self.status = pb.Status(free_pages=hello.pages, pages=hello.pages)  # the last one
         self.cached = CachedPages(hello.pages)
+        self.blocks: CachedBlocks | None = None  # are told what its cache holds, if anybody follows that
         self.cache_root = cache_root(hello.format.fingerprint, hello.format.kv_dtype, hello.format.page_size)
         self._gateway = gateway
         self._inboxes: dict[SequenceKey, Inbox] = {}
@@ -119,7 +121,7 @@ class WorkerSession:
             case "status":
                 self._report(message.status)
             case "cache":
-                self.cached.apply(message.cache)
+                self._apply_cache(message.cache)
             case "hello":
                 raise Mismatch("a second hello")
             case _:  # what a later version may say
@@ -143,6 +145,21 @@ class WorkerSession:
     def become(self, role: Role) -> None:
         """Orders it to come back in another role."""
         self._send(pb.ToWorker(set_role=pb.SetRole(role=pb.Role.ValueType(role))))
+
+    def watch_cache(self, contents: bool) -> None:
+        """Orders it to tell from now on what its cached pages hold, or to leave that out again."""
+        self._send(pb.ToWorker(watch_cache=pb.WatchCache(contents=contents)))
+
+    def _apply_cache(self, events: pb.CacheEvents) -> None:
+        self.cached.apply(events)
+        if self.blocks is not None:
+            self.blocks.apply(
+                self.incarnation,
+                events,
+                cache_root=self.cache_root,
+                page_size=self.format.page_size,
+                limit=self.load.pages,
+            )
 
     def _report(self, status: pb.Status) -> None:
         self.status = status

@@ -176,7 +176,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
                 self.orders.append(message)
                 self.draining = message.drain.drain
                 self.status(draining=self.draining)
-            case "set_role":
+            case "set_role" | "watch_cache":
                 self.orders.append(message)
 
     def _begin(

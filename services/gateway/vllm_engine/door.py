@@ -9,6 +9,7 @@ from ..figures import Figures
 from ..lifecycle import Lifecycle
 from .about import ServerFacts, read_facts
 from .generate import Generate
+from .kv_events import KvEvents
 from .loads import loads_response
 from .running import Running
 from .servicer import VllmEngineServicer
@@ -39,4 +40,5 @@ def engine_servicer(
         ServerFacts(fleet, admission, serving),
         partial(loads_response, fleet, figures),
         TokenizerFiles(model.folder, model.threads),
+        KvEvents(fleet.blocks, slow_reader_s=settings.slow_reader_s),
     )

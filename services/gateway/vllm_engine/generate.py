@@ -102,6 +102,7 @@ def _read(request: pb.GenerateRequest, request_id: str, context: Context) -> Gen
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         n=read_answers(params),
+        skip_special_tokens=params.skip_special_tokens,
         request_id=request_id,
         timeout_s=time_left(context.time_remaining()),
         traceparent=metadata(context, TRACEPARENT_KEY),

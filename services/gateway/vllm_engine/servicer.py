@@ -12,6 +12,8 @@ from ...security.tenant import current_tenant
 from ..served_model import ServedModel
 from .about import ModelFacts, ServerFacts, model_info
 from .generate import Context, Generate
+from .kv_events import Context as KvContext
+from .kv_events import KvEvents
 from .running import Running
 from .tokenizer_files import TokenizerFiles
 
@@ -34,6 +36,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         server: ServerFacts,
         loads: Loads,
         tokenizer: TokenizerFiles,
+        kv_events: KvEvents,
     ) -> None:
         self._generate = generate
         self._running = running
@@ -42,6 +45,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._server = server
         self._loads = loads
         self._tokenizer = tokenizer
+        self._kv_events = kv_events
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, where stubs want a generator
         self, request: pb.GenerateRequest, context: Context
@@ -86,12 +90,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for chunk in await self._tokenizer.chunks():
             yield chunk
 
-    async def SubscribeKvEvents(  # noqa: N802
-        self, request: common_pb2.SubscribeKvEventsRequest, context: AnyContext
-    ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Not yet."""
-        raise Unsupported("workers do not tell which tokens their caches hold")
-        yield common_pb2.KvEventBatch()
+    async def SubscribeKvEvents(  # type: ignore[override]  # noqa: N802
+        self, request: common_pb2.SubscribeKvEventsRequest, context: KvContext
+    ) -> None:
+        """See `KvEvents.run`. Whatever the subscriber had before, it begins with all that there is."""
+        await self._kv_events.run(context)
 
     async def Embed(self, request: pb.EmbedRequest, context: AnyContext) -> pb.EmbedResponse:  # noqa: N802
         """Never."""
