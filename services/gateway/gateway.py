@@ -15,6 +15,8 @@ from ...engine.tokenizer import Tokenizer
 from ...errors import ConfigError, Unavailable
 from ...kvtransfer.process import host_id
 from ...v1 import cluster_pb2, cluster_pb2_grpc
+from ..garbage import settle
+from ..grpc_events import take_together
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
 from ..security.cluster import cluster_dialer, is_local
@@ -231,6 +233,7 @@ class Gateway:
 
 async def serve(settings: GatewaySettings) -> None:
     """Runs until SIGTERM or SIGINT: the first drains, the second ends. ConfigError where it cannot start."""
+    take_together()
     model = await asyncio.to_thread(load_model, settings)
     gateway = Gateway(settings, model)
     told, hurry = asyncio.Event(), asyncio.Event()
@@ -243,6 +246,7 @@ async def serve(settings: GatewaySettings) -> None:
         loop.add_signal_handler(number, on_signal)
     try:
         await gateway.start()
+        settle()
         await told.wait()
         logger.info("draining for up to %g s", settings.drain_s)
         await gateway.drain(settings.drain_s, hurry)
