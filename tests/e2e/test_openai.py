@@ -1,7 +1,9 @@
 """The unmodified OpenAI SDK against a stack of real processes: real text, log-probabilities, cancels, errors."""
 
 import asyncio
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,38 @@ async def chats(stack: Stack, sdk: AsyncOpenAI) -> None:
     assert usage is not None
     assert told is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (told.prompt_tokens, told.completion_tokens)
+
+
+async def structured(sdk: AsyncOpenAI) -> None:
+    """An answer of a schema, streamed, from token 0 on the prefill worker to the end on the other."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "tall": {"enum": ["ja", "日本 😀"]},
+            "n": {"type": "integer"},
+        },
+        "required": ["city", "tall", "n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": schema}}
+    asked: dict[str, Any] = {"model": "smollm2-135m", "messages": ASK, "max_completion_tokens": 120, "n": 2, "seed": 7}
+    whole = await sdk.chat.completions.create(**asked, response_format=form, temperature=1.3)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        answer = json.loads(choice.message.content or "")
+        assert answer.keys() == {"city", "tall", "n"}
+        assert len(answer["city"]) <= 12
+        assert answer["tall"] in ("ja", "日本 😀")
+        assert type(answer["n"]) is int
+    stream = await sdk.chat.completions.create(**asked, extra_body={"guided_regex": "[a-c]{3}-[0-9]{2}"}, stream=True)
+    texts = ["", ""]
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert all(re.fullmatch("[a-c]{3}-[0-9]{2}", text) for text in texts), texts
+    with pytest.raises(openai.BadRequestError) as caught:
+        await sdk.completions.create(model="smollm2-135m", prompt="x", extra_body={"guided_regex": "("})
+    assert caught.value.param == "guided_regex"
 
 
 async def scores(sdk: AsyncOpenAI) -> None:
@@ -140,6 +174,7 @@ async def test_the_sdk_against_real_processes(launch: Launch, smollm2_dir: Path)
         assert [model.id async for model in sdk.models.list()] == ["smollm2-135m"]
         await chats(stack, sdk)
         await errors(sdk)
+        await structured(sdk)
         await cancels(stack, sdk)
 
 
