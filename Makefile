@@ -32,8 +32,8 @@ lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, then every test that needs neither a GPU nor long
-	$(PYTEST) -m "$(QUICK)"
+test: lint ## lint, then every test that needs neither a GPU, other people's clients nor long
+	$(PYTEST) -m "$(QUICK)" --ignore tests/clients
 
 test-all: lint ## the long ones too
 	$(PYTEST) -m "not soak and not gpu"

@@ -11,7 +11,7 @@ from ....oip import grpc_service_pb2 as pb
 from ..generation import GenerationRequest, Input
 from ..http.names import openai_name
 from ..validation import check_request_id
-from .sampling_fields import SamplingFields, read_object
+from .sampling_fields import OLDER, SamplingFields, plain_refusals, read_object
 from .tensors import OUTPUTS, read_inputs, shortened, shown
 
 VERSION = "1"
@@ -51,12 +51,14 @@ class InferRequest:
         return self.fields.logprobs
 
     def generation(self, source: Input, timeout_s: float | None, traceparent: str) -> GenerationRequest:
-        """`timeout_s`: left until the deadline of the call."""
+        """`timeout_s`: left until the deadline of the call. InvalidRequest."""
         limits = [limit for limit in (timeout_s, self.timeout_s) if limit is not None]
+        with plain_refusals():
+            sampling = self.fields.sampling()
         return GenerationRequest(
             input=source,
             model=self.model,
-            sampling=self.fields.sampling(),
+            sampling=sampling,
             stopping=self.fields.stopping(self.fields.max_tokens),
             logprobs=self.logprobs,
             n=self.fields.n,
@@ -72,7 +74,7 @@ class InferRequest:
             return "text_input"
         if field in ("model", "request_id"):
             return {"model": "model_name", "request_id": "id"}[field]
-        return _placed(openai_name(field), self.sources)
+        return _placed(openai_name(field, renamed=self.fields.constraint_names()), self.sources)
 
 
 def read_request(message: pb.ModelInferRequest) -> InferRequest:
@@ -94,6 +96,8 @@ def read_request(message: pb.ModelInferRequest) -> InferRequest:
         told = read_object(bytes(inputs["sampling_parameters"]))
         given |= told
         sources |= dict.fromkeys(told, "sampling_parameters")
+    if OLDER in sources:
+        sources["structured_outputs"] = sources[OLDER]
     return InferRequest(
         model=message.model_name,
         id=message.id,

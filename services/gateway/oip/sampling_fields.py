@@ -1,6 +1,7 @@
 """Parameters of sampling as Triton's vLLM backend names them, which is mostly as the HTTP door does."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -15,10 +16,11 @@ TAKEN = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "logit_bias", "bad_words"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids", "banned_token_ids"),
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("n", "logprobs", "cache_salt"),
+        *("n", "logprobs", "cache_salt", "structured_outputs"),
     )
 )
 """Of the fields that doors share: those that mean something here."""
+OLDER = "guided_decoding"
 MAX_JSON = 1 << 20  # bytes: read on the loop, where others wait meanwhile
 _TEXTS = frozenset(("stop", "cache_salt"))  # whose values are texts themselves
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -33,7 +35,6 @@ class SamplingFields(GenerationFields):
         "detokenize": (True,),
         "extra_args": ({},),
         "flat_logprobs": (False,),
-        "guided_decoding": (),
         "lora_name": (),
         "output_kind": (),
         "prompt_logprobs": (),
@@ -46,13 +47,36 @@ class SamplingFields(GenerationFields):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "SamplingFields":
         """InvalidRequest that names the first one that is wrong, unknown or not supported."""
+        given = _renamed(given)
         for name in given:
             if name not in TAKEN and name not in cls.unsupported:
                 raise InvalidRequest(f"there is no parameter {shown(name)} here", field=shortened(name))
-        try:
+        with plain_refusals():
             return cls.read({name: plain(name, value) for name, value in given.items()})
-        except HttpRefusal as refusal:
-            raise InvalidRequest(refusal.message, field=refusal.field) from None
+
+
+@contextmanager
+def plain_refusals() -> Iterator[None]:
+    """What the shared fields refuse in HTTP's way comes out as InvalidRequest."""
+    try:
+        yield
+    except HttpRefusal as refusal:
+        raise InvalidRequest(refusal.message, field=refusal.field) from None
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`guided_decoding` is what `structured_outputs` was called, with a `backend` besides."""
+    named = dict(given)
+    wanted = plain(OLDER, named.pop(OLDER, None))
+    if wanted is None:
+        return named
+    if not isinstance(wanted, dict):
+        raise InvalidRequest(f"{OLDER} must be a JSON object", field=OLDER)
+    if named.get("structured_outputs") is not None:
+        raise InvalidRequest(f"{OLDER} and structured_outputs: send one of them", field=OLDER)
+    if wanted.get("backend") not in (None, "auto", "guidance"):
+        raise InvalidRequest(f"{OLDER}.backend cannot be chosen here: leave it out", field=f"{OLDER}.backend")
+    return named | {"structured_outputs": {name: value for name, value in wanted.items() if name != "backend"}}
 
 
 def plain(name: str, value: Any) -> Any:

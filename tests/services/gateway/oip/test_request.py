@@ -1,9 +1,11 @@
 """A request as it is read: inputs, parameters, outputs, and what the client calls each field."""
 
+import json
 from typing import Any
 
 import pytest
 
+from twostroke.engine.request import Constraint, ConstraintKind
 from twostroke.errors import InvalidRequest, ModelNotFound
 from twostroke.oip import grpc_service_pb2 as pb
 from twostroke.services.gateway.generation import TextInput
@@ -115,6 +117,48 @@ def test_what_the_client_calls_each_field() -> None:
     assert {name: read.client_name(name) for name in names} == names
     assert refused(infer(parameters={"top_p": "x"}))[0] == "parameters.top_p"
     assert refused(infer(sampling={"top_p": "x"}, parameters={"top_p": 1.0}))[0] == "sampling_parameters.top_p"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, ConstraintKind.REGEX, "a+"),
+        ({"structured_outputs": '{"choice": ["a", "b"]}'}, ConstraintKind.CHOICE, '["a", "b"]'),
+        ({"guided_decoding": {"json": {"type": "object"}}}, ConstraintKind.JSON_SCHEMA, '{"type": "object"}'),
+        ({"guided_decoding": '{"grammar": "root ::= 1", "backend": "auto"}'}, ConstraintKind.GRAMMAR, "root ::= 1"),
+    ],
+)
+def test_constrained_output(given: dict[str, Any], kind: ConstraintKind, text: str) -> None:
+    read = read_request(infer(sampling=given))
+    made = read.generation(TextInput(""), None, "").sampling.constraint
+    assert made == Constraint(kind, text)
+    told = f"sampling_parameters.structured_outputs.{made.kind.name.lower().removesuffix('_schema')}"
+    assert read.client_name(f"sampling.constraint.{made.kind.name.lower()}") == told
+    flat = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+    read = read_request(infer(parameters=flat))
+    assert read.generation(TextInput(""), None, "").sampling.constraint == made
+    assert read.client_name("sampling.constraint") == told.replace("sampling_parameters", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "why"),
+    [
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar", "send one of them"),
+        ({"structured_outputs": {}}, "structured_outputs", "takes one of"),
+        ({"structured_outputs": {"jsn": 1}}, "structured_outputs.jsn", "there is no field"),
+        ({"structured_outputs": "a+"}, "structured_outputs", "valid dictionary"),
+        ({"guided_decoding": "a+"}, "guided_decoding", "JSON object"),
+        ({"guided_decoding": {"regex": "a", "backend": "outlines"}}, "guided_decoding.backend", "leave it out"),
+        ({"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "guided_decoding", "one of them"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as names"),
+        ({"seed": -(1 << 70)}, "seed", "64 bits"),
+    ],
+)
+def test_what_shared_fields_refuse_late_comes_as_any_refusal(given: dict[str, Any], field: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why) as caught:
+        read_request(infer(sampling=given)).generation(TextInput(""), None, "")
+    assert type(caught.value) is InvalidRequest
+    assert (caught.value.field or "").removeprefix("sampling_parameters.") == field
 
 
 def test_texts_are_utf_8() -> None:

@@ -96,7 +96,7 @@ def test_every_field_that_doors_share_is_taken_or_refused() -> None:
     assert SamplingFields.model_fields.keys() >= TAKEN
     assert not TAKEN & SamplingFields.unsupported.keys()
     for name in GenerationFields.model_fields.keys() - TAKEN:
-        with pytest.raises(InvalidRequest, match="there is no parameter|is not supported here"):
+        with pytest.raises(InvalidRequest, match=r"there is no parameter|is not supported here"):
             SamplingFields.of({name: [{"odd": 1}]})
 
 
