@@ -156,6 +156,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """Largest request message, in bytes."""
     stream_buffer_bytes: Size = Field(1 << 20, ge=1 << 12, le=1 << 30)
     """Bytes of answer buffered for a client that reads slowly."""
+    tool_parser: Literal["auto", "none", "hermes", "llama", "mistral", "phi4", "pythonic"] = "auto"
+    """The form in which the model writes calls of tools; `auto`: what its chat template tells; `none`: no tools."""
     slow_reader_s: Seconds = 30
     """A client whose buffer stays full for so long loses its stream, in seconds."""
     max_attempts: int = Field(3, ge=1, le=100)

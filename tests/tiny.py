@@ -5,7 +5,9 @@ Not a package: load it through the fixtures of `tests/engine/conftest.py`, or by
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -19,8 +21,11 @@ CHAT_TEMPLATE = (
 _WORDS = "the and ing er ion to of is you that it he for was on are as with his they at be this from have or by one had"
 
 
-def make_tokenizer() -> Tokenizer:
-    """Byte-level BPE: three special tokens (ids 0-2), the 256 bytes, and some merges (about 300 tokens)."""
+def make_tokenizer(more: Mapping[str, bool] = MappingProxyType({})) -> Tokenizer:
+    """Byte-level BPE: three special tokens (ids 0-2), the 256 bytes, and some merges (about 300 tokens).
+
+    `more`: further tokens, and whether they are special.
+    """
     pieces = list(SPECIALS) + sorted(pre_tokenizers.ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
     for word in _WORDS.split():
@@ -34,6 +39,9 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIALS])
+    for piece, special in more.items():
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(piece, special=special, normalized=False)])
     return tokenizer
 
 
@@ -48,13 +56,15 @@ def make_tiny_llama(
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    chat_template: str = CHAT_TEMPLATE,
+    more_tokens: Mapping[str, bool] = MappingProxyType({}),
 ) -> Path:
     """Writes the checkpoint into `directory` (made if missing) and returns it. The arguments fix the weights.
 
     Scaled so that the logits' spread is about 4: greedy choices are clear, sampled ones vary.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(more_tokens)
     vocab, inner, width = tokenizer.get_vocab_size(), 2 * hidden, hidden // heads
     generator = torch.Generator().manual_seed(seed)
 
@@ -113,7 +123,7 @@ def make_tiny_llama(
         "tokenizer_config.json",
         {
             "bos_token": "<|im_start|>",
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
             "clean_up_tokenization_spaces": False,
             "eos_token": "<|im_end|>",
             "model_max_length": context,

@@ -36,6 +36,7 @@ from .lifecycle import Lifecycle
 from .management import Management
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
 from .served_model import ServedModel, longest_token
+from .tools.formats import choose_format
 
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
@@ -63,6 +64,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         threads=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer"),
         special_token_ids=tuple(sorted(i for i in tokenizer.special_ids if i < config.vocab_size)),
         folder=path,
+        tool_format=choose_format(settings.tool_parser, tokenizer.template),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ...engine.chat_template import PLAIN, ChatOptions, ChatTemplate
 from ...errors import InvalidRequest, ModelNotFound
 from .generation import ChatInput, GenerationRequest, Input, TextInput, TokenInput
+from .tools.formats import ToolFormat
 
 INLINE_CHARACTERS = 2048  # tokenizing more would hold up other streams for a millisecond
 
@@ -78,6 +79,7 @@ class ServedModel:
     threads: ThreadPoolExecutor  # for tokenizing long texts
     special_token_ids: tuple[int, ...] = ()
     folder: Path = Path()  # of its files
+    tool_format: ToolFormat | None = None  # in which it writes calls of tools; None: nobody knows
 
     @property
     def max_characters(self) -> int:
@@ -127,6 +129,10 @@ class ServedModel:
         return {
             token: self.tokenizer.token_text(token) if token in hidden else "" for token in request.stopping.token_ids
         }
+
+    def special_id(self, name: str) -> int | None:
+        """Of a special token by its name; None where there is none."""
+        return next(iter(self.special_ids((name,))), None)
 
     def special_ids(self, names: Sequence[str]) -> frozenset[int]:
         """Of those among these tokens that there are, and that are special."""

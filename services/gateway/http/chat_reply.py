@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ....engine.request import PromptLogprobs
+from ....engine.request import FinishReason, PromptLogprobs
 from ..generation import Finish, Piece
+from .calls import CallReader, Tools
 from .chat_fields import ChatFields
 from .errors import HttpRefusal
 from .logprobs import TokenNames, chat_entry, prompt_entries, to_json
@@ -19,13 +20,22 @@ class _Kept:
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
     stop_reason: str = "null"
+    calls: CallReader | None = None  # where tools may be called
 
 
 class ChatReply:
     """See `Reply`. A chat is one prompt."""
 
-    def __init__(self, name: str, model: str, fields: ChatFields, names: TokenNames, prompt_ids: list[int]) -> None:
-        """`prompt_ids`: where they are to be told."""
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        fields: ChatFields,
+        names: TokenNames,
+        prompt_ids: list[int],
+        tools: Tools | None = None,
+    ) -> None:
+        """`prompt_ids`: where they are to be told. `tools`: that may be called."""
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         self._include_usage = fields.include_usage()
         self._frame = Frame(f"chatcmpl-{name}", kind, model, usage=self._include_usage)
@@ -34,32 +44,46 @@ class ChatReply:
         self._names = names
         self._prompt_ids = prompt_ids
         self._usage = Usage()
-        self._kept = [_Kept() for _ in range(fields.n)]
+        self._kept = [_Kept(calls=tools.reader() if tools is not None else None) for _ in range(fields.n)]
         self._greeted = [False] * fields.n
         self._scores: PromptLogprobs | None = None
         self._size = 0
 
     def events(self, prompt: int, piece: Piece) -> bytes:
         """The first chunk of an answer tells the role, the last one why it ended."""
-        answer = piece.sample
+        answer, calls = piece.sample, self._kept[piece.sample].calls
         chunks = []
         if not self._greeted[answer]:
             self._greeted[answer] = True
-            chunks.append(self._chunk(answer, '{"role":"assistant","content":""}', "null", "null", self._asked()))
-        if piece.text or piece.logprobs or (self._fields.return_token_ids and piece.token_ids):
-            logprobs = self._logprobs(piece)
-            ids = f',"token_ids":{to_json(piece.token_ids)}' if self._fields.return_token_ids else ""
-            chunks.append(self._chunk(answer, f'{{"content":{to_json(piece.text)}}}', logprobs, "null", ids))
+            content = '""' if calls is None else "null"
+            chunks.append(
+                self._chunk(answer, f'{{"role":"assistant","content":{content}}}', "null", "null", self._asked())
+            )
+        logprobs = self._logprobs(piece)
+        ids = f',"token_ids":{to_json(piece.token_ids)}' if self._fields.return_token_ids else ""
+        for delta in self._deltas(piece, calls, told=logprobs != "null" or (bool(ids) and bool(piece.token_ids))):
+            chunks.append(self._chunk(answer, delta, logprobs, "null", ids))
+            logprobs, ids = "null", ""  # once
         if piece.finish is not None:
             self._usage.add(prompt, piece.finish, piece.finish.output_tokens)
             stop = f',"stop_reason":{stop_reason(piece.finish, piece, self._stops)}'
-            chunks.append(self._chunk(answer, "{}", "null", reason(piece.finish), stop))
+            chunks.append(self._chunk(answer, "{}", "null", _reason(piece.finish, calls), stop))
         return "".join(chunks).encode("utf-8", "replace")
+
+    @staticmethod
+    def _deltas(piece: Piece, calls: CallReader | None, *, told: bool) -> list[str]:
+        """At least one where something else is `told` with it."""
+        if calls is not None:
+            return calls.deltas(piece.text, last=piece.finish is not None) or (["{}"] if told else [])
+        return [f'{{"content":{to_json(piece.text)}}}'] if piece.text or told else []
 
     def take(self, prompt: int, piece: Piece) -> None:
         """Keeps a piece."""
         kept = self._kept[piece.sample]
-        kept.texts.append(piece.text)
+        if kept.calls is not None:
+            kept.calls.keep(piece.text, last=piece.finish is not None)
+        else:
+            kept.texts.append(piece.text)
         entries = [chat_entry(entry, self._names) for entry in piece.logprobs if entry]
         kept.logprobs += entries
         self._size += len(piece.text) + sum(map(len, entries))
@@ -85,13 +109,12 @@ class ChatReply:
         return self._frame.usage_event(self._usage).encode() if self._include_usage else b""
 
     def _choice(self, index: int, kept: _Kept) -> str:
-        message = f'{{"role":"assistant","content":{to_json("".join(kept.texts))},"refusal":null}}'
+        said = f'"content":{to_json("".join(kept.texts))}' if kept.calls is None else kept.calls.members()
+        message = f'{{"role":"assistant",{said},"refusal":null}}'
         logprobs = _content(kept.logprobs) if self._fields.logprobs else "null"
         ids = f',"token_ids":{to_json(kept.token_ids)}' if self._fields.return_token_ids else ""
-        return (
-            f'{{"index":{index},"message":{message},"logprobs":{logprobs},"finish_reason":{reason(kept.finish)},'
-            f'"stop_reason":{kept.stop_reason}{ids}}}'
-        )
+        finish = f'"finish_reason":{_reason(kept.finish, kept.calls)},"stop_reason":{kept.stop_reason}'
+        return f'{{"index":{index},"message":{message},"logprobs":{logprobs},{finish}{ids}}}'
 
     def _chunk(self, index: int, delta: str, logprobs: str, finish: str, more: str) -> str:
         return self._frame.event(
@@ -105,6 +128,13 @@ class ChatReply:
 
     def _asked(self) -> str:
         return f',"prompt_token_ids":{to_json(self._prompt_ids)}' if self._fields.return_token_ids else ""
+
+
+def _reason(finish: Finish | None, calls: CallReader | None) -> str:
+    """An answer that ended well with calls ended for them."""
+    if finish is not None and finish.reason is FinishReason.STOP and calls is not None and calls.ended:
+        return '"tool_calls"'
+    return reason(finish)
 
 
 def _content(entries: list[str]) -> str:

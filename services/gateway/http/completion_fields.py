@@ -15,12 +15,12 @@ class CompletionFields(GenerationFields):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
-        "add_special_tokens": (True,),
         "prompt_embeds": (),
         "suffix": ("",),
     }
 
     prompt: Any
+    add_special_tokens: bool = True
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
@@ -42,23 +42,23 @@ class CompletionFields(GenerationFields):
             raise HttpRefusal("with echo, prompt_logprobs must equal logprobs: leave it out", field="prompt_logprobs")
 
 
-def read_prompts(value: Any, n: int, most: int) -> list[TextInput | TokenInput]:
+def read_prompts(value: Any, n: int, most: int, *, special: bool = True) -> list[TextInput | TokenInput]:
     """A text, a list of tokens, or a list of either. `n`: answers to each. `most`: of more tokens than that none is
-    looked at, as they are refused later."""
+    looked at, as they are refused later. `special`: texts get the special tokens that the tokenizer adds."""
     if isinstance(value, str):
-        return [TextInput(value)]
+        return [TextInput(value, special)]
     if not isinstance(value, list) or not value:
         raise HttpRefusal("prompt takes a text, token ids, or a list of either that is not empty", field="prompt")
     if type(value[0]) is int:
         return [TokenInput(_ids(value, "prompt", most))]
     if len(value) * max(1, n) > MAX_CHOICES:
         raise HttpRefusal(f"{len(value)} prompts with {n} answers each, at most {MAX_CHOICES} answers", field="prompt")
-    return [_read(each, f"prompt[{index}]", most) for index, each in enumerate(value)]
+    return [_read(each, f"prompt[{index}]", most, special) for index, each in enumerate(value)]
 
 
-def _read(value: Any, field: str, most: int) -> TextInput | TokenInput:
+def _read(value: Any, field: str, most: int, special: bool) -> TextInput | TokenInput:
     if isinstance(value, str):
-        return TextInput(value)
+        return TextInput(value, special)
     if isinstance(value, list):
         return TokenInput(_ids(value, field, most))
     raise HttpRefusal(f"{field} is neither a text nor a list of token ids", field=field, code="invalid_type")

@@ -24,6 +24,8 @@ class Fields(BaseModel):
     )
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields of the API that cannot be honoured, each with the values that ask for nothing."""
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """What to do instead, of those where that is more than leaving them out."""
 
     @classmethod
     def read(cls: type[F], value: Any, path: str = "") -> F:
@@ -42,8 +44,8 @@ class Fields(BaseModel):
         for name, given in value.items():
             if name in cls.unsupported:
                 if given is not None and not any(_same(given, harmless) for harmless in cls.unsupported[name]):
-                    raise HttpRefusal(_not_supported(path + name, cls.unsupported[name]), field=path + name,
-                                      code="unsupported_parameter")  # fmt: skip
+                    told = _not_supported(path + name, cls.unsupported[name], cls.remedies.get(name))
+                    raise HttpRefusal(told, field=path + name, code="unsupported_parameter")
             elif given is not None or name not in cls.model_fields:
                 kept[name] = given
         return kept
@@ -54,7 +56,9 @@ def _same(given: Any, harmless: Any) -> bool:
     return type(given) is type(harmless) and bool(given == harmless)
 
 
-def _not_supported(name: str, harmless: tuple[Any, ...]) -> str:
+def _not_supported(name: str, harmless: tuple[Any, ...], remedy: str | None) -> str:
+    if remedy is not None:
+        return f"{name} is not supported here: {remedy}"
     if not harmless:
         return f"{name} is not supported here: leave it out"
     return f"this {name} is not supported here: leave it out, or send {harmless[0]!r}"

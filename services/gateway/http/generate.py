@@ -9,13 +9,16 @@ from typing import TypeAlias
 
 from ..generation import ChatInput, GenerationRequest, Piece, Send, TextInput, TokenInput
 from ..lifecycle import Lifecycle, together
-from .chat_fields import ChatFields, read_messages
+from .chat_fields import ChatFields
+from .chat_options import check_names, read_chat
 from .chat_reply import ChatReply
 from .completion_fields import CompletionFields, read_prompts
 from .completion_reply import CompletionReply, Prompt
 from .exchange import Exchange
 from .logprobs import TokenNames
+from .messages import read_messages
 from .reply import DONE, Reply
+from .tool_use import constrain, plan_tools
 
 Source: TypeAlias = TextInput | TokenInput | ChatInput
 
@@ -35,21 +38,24 @@ class Generate:
         fields = CompletionFields.read(await exchange.json(self._max_body))
         exchange.renamed.update(fields.constraint_names())
         fields.check()
-        sources: Sequence[Source] = read_prompts(fields.prompt, fields.n, self._model.max_input)
+        sources: Sequence[Source] = read_prompts(
+            fields.prompt, fields.n, self._model.max_input, special=fields.add_special_tokens
+        )
         scores = fields.prompt_logprobs if not fields.echo or fields.logprobs is None else fields.logprobs
         request = GenerationRequest(
             input=None,
             model=fields.model,
             sampling=fields.sampling(),
             stopping=fields.stopping(1 if fields.prompt_only else fields.max_tokens),
+            skip_special_tokens=fields.skip_special_tokens,
             logprobs=fields.logprobs,
             prompt_logprobs=scores,
             n=fields.n,
             traceparent=exchange.header(b"traceparent"),
             cache_salt=fields.cache_salt.encode(),
         )
-        names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
-        wants_ids = fields.return_token_ids or (fields.echo and fields.logprobs is not None)
+        names = self._names(fields)
+        wants_ids = fields.counted or (fields.echo and fields.logprobs is not None)
         async with exchange.present(quiet_s=self._keep_alive_s if fields.stream else 0):
             prompts = [await self._prompt(fields, source, ids=wants_ids) for source in sources]
             if wants_ids:
@@ -66,25 +72,34 @@ class Generate:
             exchange.renamed["stopping.max_tokens"] = "max_completion_tokens"
         exchange.renamed.update(fields.constraint_names())
         fields.check()
-        source: Source = read_messages(fields.messages)
+        chat = read_chat(fields, read_messages(fields.messages), wish := fields.wish(), self._model)
+        tools = plan_tools(wish, self._model)
+        sampling = fields.sampling()
+        if tools is not None:
+            sampling = constrain(sampling, tools, self._model)
+            exchange.renamed["sampling.constraint"] = "tools"
         request = GenerationRequest(
             input=None,
             model=fields.model,
-            sampling=fields.sampling(),
+            sampling=sampling,
             stopping=fields.stopping(fields.limit),
+            skip_special_tokens=fields.skip_special_tokens,
+            shown_tokens=tools.format.tokens if tools is not None else (),
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             prompt_logprobs=fields.prompt_logprobs,
             n=fields.n,
             traceparent=exchange.header(b"traceparent"),
             cache_salt=fields.cache_salt.encode(),
         )
-        names = TokenNames(self._model, as_ids=fields.return_tokens_as_token_ids)
+        names = self._names(fields)
         async with exchange.present(quiet_s=self._keep_alive_s if fields.stream else 0):
+            await check_names(chat, self._model)
             ids: list[int] = []
-            if fields.return_token_ids:
-                ids = await self._lifecycle.tokenize(fields.model, source)
+            source: Source = chat
+            if fields.counted:
+                ids = fields.truncated(await self._lifecycle.tokenize(fields.model, chat), self._model.max_input)
                 source = TokenInput(ids)
-            reply = ChatReply(exchange.request_id, self._model.name, fields, names, ids)
+            reply = ChatReply(exchange.request_id, self._model.name, fields, names, ids, tools)
             await self._run(exchange, request, [source], reply, stream=fields.stream)
         await self._end(exchange, reply, stream=fields.stream, heavy=fields.prompt_logprobs is not None)
 
@@ -93,10 +108,19 @@ class Generate:
         text = source.text if isinstance(source, TextInput) and fields.echo else ""
         if not ids and not (fields.echo and isinstance(source, TokenInput)):
             return Prompt(text)
-        tokens = await self._lifecycle.tokenize(fields.model, source)
-        if fields.echo and isinstance(source, TokenInput):
-            text = await self._model.text(tokens, skip_special=True)
+        most = self._model.max_input
+        if isinstance(source, TokenInput):
+            source = TokenInput(fields.truncated(source.ids, most))
+        whole = await self._lifecycle.tokenize(fields.model, source)
+        tokens = fields.truncated(whole, most)
+        if fields.echo and (isinstance(source, TokenInput) or len(tokens) < len(whole)):
+            text = await self._model.text(tokens, skip_special=fields.skip_special_tokens)
         return Prompt(text, tokens)
+
+    def _names(self, fields: CompletionFields | ChatFields) -> TokenNames:
+        return TokenNames(
+            self._model, as_ids=fields.return_tokens_as_token_ids, skip_special=fields.skip_special_tokens
+        )
 
     async def _run(
         self, exchange: Exchange, request: GenerationRequest, sources: Sequence[Source], reply: Reply, *, stream: bool

@@ -1,6 +1,6 @@
 """The fields that completions and chats share, and what they mean to the gateway."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -53,9 +53,7 @@ class GenerationFields(ConstraintFields):
         "length_penalty": (1.0, 1),
         "logits_processors": ([],),
         "priority": (0,),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
 
@@ -88,6 +86,8 @@ class GenerationFields(ConstraintFields):
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     # who asks
     cache_salt: str = Field("", max_length=MAX_SALT)
     user: Label = ""
@@ -101,6 +101,20 @@ class GenerationFields(ConstraintFields):
         if not self.stream:
             raise HttpRefusal("stream_options take stream: true", field="stream_options")
         return StreamOptions.read(self.stream_options, "stream_options.").include_usage
+
+    @property
+    def counted(self) -> bool:
+        """Whether the prompt's tokens must be known before it runs."""
+        return self.return_token_ids or self.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: Sequence[int], most: int) -> list[int]:
+        """The last tokens of a prompt, as many as are wanted; `most`: as many as -1 means."""
+        wanted = self.truncate_prompt_tokens
+        if wanted is None:
+            return list(ids)
+        if wanted == 0 or wanted < -1:
+            raise HttpRefusal("truncate_prompt_tokens takes at least 1, or -1", field="truncate_prompt_tokens")
+        return list(ids[-(most if wanted == -1 else wanted) :])
 
     def check_plain_only(self) -> None:
         """A prompt's log-probabilities are part of a whole answer."""

@@ -26,9 +26,9 @@ def number(value: float) -> float | None:
 class TokenNames:
     """What tokens are called: by their text, or `token_id:N`."""
 
-    def __init__(self, model: ServedModel, *, as_ids: bool) -> None:
+    def __init__(self, model: ServedModel, *, as_ids: bool, skip_special: bool = True) -> None:
         self._tokenizer = model.tokenizer
-        self._special = frozenset(model.special_token_ids)
+        self._hidden = frozenset(model.special_token_ids if skip_special else ())
         self._as_ids = as_ids
 
     def __call__(self, token: int) -> str:
@@ -40,8 +40,8 @@ class TokenNames:
         return self._tokenizer.token_bytes(token)
 
     def shown(self, token: int) -> bytes:
-        """Its share of an answer's text, which holds no special tokens."""
-        return b"" if token in self._special else self.raw(token)
+        """Its share of an answer's text: none of a special token's, unless they are asked for."""
+        return b"" if token in self._hidden else self.raw(token)
 
 
 def chat_entry(entries: Entries, names: TokenNames) -> str:

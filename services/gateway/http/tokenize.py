@@ -3,31 +3,36 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from ..generation import ChatInput, TextInput, TokenInput
 from ..lifecycle import Lifecycle
+from ..served_model import ServedModel
 from ..validation import check_token_input
-from .chat_fields import read_messages
+from .chat_options import TemplateFields, check_names, read_chat
 from .errors import HttpRefusal
 from .exchange import Exchange
 from .fields import Fields
 from .logprobs import to_json
+from .messages import read_messages
+from .tool_fields import read_wish
 
 
-class TokenizeFields(Fields):
+class TokenizeFields(TemplateFields):
     """A text or a chat."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
-        "tools": ([],),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": ()}
     model: str = ""
     prompt: str | None = None
     messages: Any = None
+    tools: list[Any] = Field(default_factory=list)
     return_token_strs: bool = False
+
+    def source(self, model: ServedModel) -> TextInput | ChatInput:
+        """What is to be tokenized. HttpRefusal."""
+        if self.prompt is None:
+            return read_chat(self, read_messages(self.messages), read_wish(self.tools, None, parallel=True), model)
+        return TextInput(self.prompt, self.add_special_tokens is not False)
 
 
 class DetokenizeFields(Fields):
@@ -52,9 +57,10 @@ class Tokenize:
         if (fields.prompt is None) == (fields.messages is None):
             raise HttpRefusal("send either prompt or messages", field="prompt", code="missing_required_parameter")
         exchange.chat = fields.prompt is None
-        source: TextInput | ChatInput
-        source = read_messages(fields.messages) if fields.prompt is None else TextInput(fields.prompt)
+        source = fields.source(self._model)
         async with exchange.present():
+            if isinstance(source, ChatInput):
+                await check_names(source, self._model)
             ids = await self._lifecycle.tokenize(fields.model, source)
             texts = await self._model.token_texts(ids) if fields.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self._model.context_length, "tokens": ids, "token_strs": texts}

@@ -11,9 +11,8 @@ from pydantic_core import from_json
 
 from twostroke.engine.check_controls import MAX_LISTED
 from twostroke.engine.request import Constraint, ConstraintKind
-from twostroke.errors import InvalidRequest
-from twostroke.services.gateway.generation import ChatInput, Sampling, Stopping, TextInput, TokenInput, Turn
-from twostroke.services.gateway.http.chat_fields import ChatFields, read_messages
+from twostroke.services.gateway.generation import Sampling, Stopping, TextInput, TokenInput
+from twostroke.services.gateway.http.chat_fields import ChatFields
 from twostroke.services.gateway.http.completion_fields import CompletionFields, read_prompts
 from twostroke.services.gateway.http.errors import HttpRefusal
 from twostroke.services.gateway.http.fields import Fields
@@ -234,7 +233,7 @@ def test_true_is_not_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tools", "functions", "audio", "reasoning_effort", "web_search_options", "prediction"]
+    "name", ["functions", "audio", "web_search_options", "prediction"]
 )
 def test_openai_s_own_fields_are_known(name: str) -> None:
     assert refusal(chat, **{name: {"type": "json_object"}}).kind.code == "unsupported_parameter"
@@ -281,6 +280,15 @@ def test_no_contradictions() -> None:
     assert not completion(max_tokens=0).prompt_only
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, [1, 2, 3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3]), (-1, [2, 3])])
+def test_the_end_of_a_prompt_is_kept(given: int | None, kept: list[int]) -> None:
+    fields = completion(truncate_prompt_tokens=given)
+    assert fields.truncated([1, 2, 3], 2) == kept
+    assert fields.counted == (given is not None)
+    for wrong in (0, -2):
+        assert refusal(completion(truncate_prompt_tokens=wrong).truncated, [1], 2).field == "truncate_prompt_tokens"
+
+
 def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage()
     assert not chat(stream=True, stream_options={}).include_usage()
@@ -301,6 +309,7 @@ def test_stream_options() -> None:
 def test_prompts() -> None:
     assert read_prompts("", 1, 9) == [TextInput("")]
     assert read_prompts("text", 1, 9) == [TextInput("text")]
+    assert read_prompts(["text"], 1, 9, special=False) == [TextInput("text", add_special_tokens=False)]
     assert read_prompts([1, 2], 1, 9) == [TokenInput([1, 2])]
     assert read_prompts(["a", [1], "b", []], 1, 9) == [TextInput("a"), TokenInput([1]), TextInput("b"), TokenInput([])]
     assert read_prompts([1, "x", None], 1, 2) == [TokenInput([1, "x", None])]  # refused for its length, unread
@@ -319,49 +328,3 @@ def test_prompts_that_are_none(value: Any, field: str) -> None:
 def test_prompts_times_answers_are_bounded() -> None:
     assert len(read_prompts(["a"] * 8, 16, 9)) == 8
     assert refusal(read_prompts, ["a"] * 9, 16, 9).field == "prompt"
-
-
-# Messages
-
-
-def test_messages() -> None:
-    turns = [
-        {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": "", "tool_calls": [], "refusal": None, "name": None},
-        {"role": "whoever", "content": []},
-    ]
-    assert read_messages(turns) == ChatInput(
-        (Turn("system", "be brief"), Turn("user", "a\nb"), Turn("assistant"), Turn("whoever"))
-    )
-
-
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        (5, "messages[1]"),
-        ({"content": "x"}, "messages[1].role"),
-        ({"role": 5, "content": "x"}, "messages[1].role"),
-        ({"role": "user"}, "messages[1].content"),
-        ({"role": "assistant", "content": None}, "messages[1].content"),
-        ({"role": "user", "content": 5}, "messages[1].content"),
-        ({"role": "user", "content": "x", "name": "Bob"}, "messages[1].name"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[1].tool_call_id"),
-        ({"role": "user", "content": "x", "foo": 1}, "messages[1].foo"),
-        ({"role": "user", "content": ["x"]}, "messages[1].content[0]"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0].type"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content[0].text"),
-        ({"role": "user", "content": [{"text": "x"}]}, "messages[1].content[0].type"),
-    ],
-)
-def test_messages_that_are_none(message: Any, field: str) -> None:
-    assert refusal(read_messages, [{"role": "user", "content": "hi"}, message]).field == field
-
-
-def test_messages_are_counted_first() -> None:
-    assert refusal(read_messages, "x").field == "messages"
-    for wrong in ([], [5] * 4097):
-        with pytest.raises(InvalidRequest) as caught:
-            read_messages(wrong)
-        assert caught.value.field == "input.chat.messages"

@@ -27,6 +27,19 @@ async def test_there_and_back(tiny_llama_dir: Path) -> None:
         assert (await it.post("/tokenize", {"prompt": long})).json()["tokens"] == tokenizer.encode(long)
 
 
+async def test_what_a_template_is_told(tiny_llama_dir: Path) -> None:
+    async with served(tiny_llama_dir) as it:
+        tokenizer = it.it.gateway.lifecycle.model.tokenizer
+
+        async def text(**body: Any) -> str:
+            return tokenizer.decode((await it.post("/tokenize", body)).json()["tokens"], skip_special=False)
+
+        assert await text(messages=USER, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
+        assert await text(messages=USER, continue_final_message=True) == "<|im_start|>user\nhello"
+        assert await text(prompt="hello", add_special_tokens=False) == "hello"
+        assert (await it.refused("/tokenize", {"messages": USER, "tools": [1]}))[1]["param"] == "tools[0]"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -35,7 +48,7 @@ async def test_there_and_back(tiny_llama_dir: Path) -> None:
         ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
         ("/detokenize", {}, "tokens"),
