@@ -148,6 +148,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """Workers to connect to, host:port each, separated by commas; a name (or `dns:name:port`) may stand for several."""
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     """Requests admitted at once; more are refused with RESOURCE_EXHAUSTED."""
+    max_queue_tokens: int = Field(0, ge=0, le=1 << 40)
+    """Tokens still to be computed for those admitted; 0: four times what fits into the decode workers' KV pools."""
     max_input: int = Field(0, ge=0, le=_TOKENS)
     """Most prompt tokens of a request; 0: the model's context."""
     max_output: int = Field(0, ge=0, le=_TOKENS)

@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -21,6 +21,7 @@ from .validation import clean_traceparent
 from .wire_gateway import make_submit
 
 EXPECTED_PAGES = 64 * MAX_DIGESTS
+SURE_S = 0.5  # of work that a worker was seen for lately, from which on its speed is taken for known
 
 Routing = Literal["prefix", "load", "random"]
 """By cached prefix and load; by load alone; or at random, to compare with."""
@@ -40,6 +41,8 @@ class Job:
     params: SamplingParams
     deadline: float | None  # time.monotonic()
     scores: PromptScores = field(default_factory=lambda: PromptScores(None))
+    check_wait: Callable[[float, float | None], None] | None = None
+    """Told how long its worker is busy with other prompts and how much time is left, in seconds; raises if need be."""
 
     def timeout_s(self) -> float | None:
         """Time left."""
@@ -72,6 +75,8 @@ class Dispatcher:
         """
         samples = [flight, *siblings]
         route = self._route(job, output_ids, avoid, len(samples))
+        if job.check_wait is not None and job.deadline is not None and flight.key.attempt == 0:
+            job.check_wait(self._wait_s(route), job.timeout_s())
         for sample in samples:
             sample.route = route.reason
         logger.debug("request %s: %s", job.request.request_id, route.reason)
@@ -114,6 +119,15 @@ class Dispatcher:
             raise self.fleet.unavailable()
         self._expected.record(chain, [worker for worker in (route.prefill, route.decode) if worker is not None])
         return route
+
+    def _wait_s(self, route: Route) -> float:
+        """Seconds for which other prompts keep the worker busy that is to compute this one; 0 where that is not known
+        well enough."""
+        worker = self.fleet.session(route.decode if route.prefill is None else route.prefill).load
+        rate = worker.prompt_rate
+        if rate.last is None or rate.evidence(time.monotonic()) < SURE_S:
+            return 0.0
+        return worker.waiting_tokens / rate.last
 
     def _met(self, loads: list[WorkerLoad], chain: list[bytes]) -> dict[int, int]:
         """Leading pages of the prompt that workers have, by their own word, or were sent a moment ago."""
@@ -158,6 +172,7 @@ class Dispatcher:
             timeout_s=job.timeout_s(),
             cache_salt=job.request.cache_salt,
             traceparent=clean_traceparent(job.request.traceparent),
+            priority=job.request.priority,
         )
 
 

@@ -7,6 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .admission import Admission
+from .admission_figures import AdmissionFigures
 from .fleet import Fleet
 from .generation import Finish
 from .transfer_figures import TransferFigures
@@ -25,6 +26,7 @@ class Figures:
         self._cached_tokens = 0
         self._registry = CollectorRegistry()
         self._registry.register(_State(admission, fleet))
+        self._registry.register(AdmissionFigures(admission))
         self._registry.register(TransferFigures(fleet))
         registry = self._registry
         self._responses = Counter(

@@ -8,7 +8,6 @@ from ...errors import Mismatch, Unavailable
 from ...v1 import worker_pb2 as pb
 from ..grpc_setup import OpenChannel, open_channel
 from ..identity import ProcessIdentity
-from .cached_blocks import CachedBlocks
 from .discovery import RESOLVE_S, Name, Resolve, is_literal, look_up
 from .router import Role, WorkerLoad
 from .worker_client import WorkerClient
@@ -62,7 +61,6 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
         self._change = asyncio.Event()
-        self.blocks = CachedBlocks(self._watch_caches)
 
     def start(self) -> None:
         """Begins to connect."""
@@ -138,6 +136,10 @@ class Fleet:
             raise self.unavailable()
         return max(sizes)
 
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits into all workers that decode."""
+        return sum(load.pages * load.page_size for load in self.loads() if load.role is not Role.PREFILL)
+
     def widest(self) -> int:
         """The most sequences that any decoding worker runs at once; Unavailable where there is none."""
         sizes = [load.max_batch for load in self.loads() if load.role is not Role.PREFILL and not load.draining]
@@ -175,9 +177,6 @@ class Fleet:
     def joined(self, session: WorkerSession) -> None:
         """Decode workers learn of prefill workers before the first request."""
         self._ready[session.incarnation] = session
-        session.blocks = self.blocks
-        if self.blocks.watched:
-            session.watch_cache(True)
         if session.load.role is Role.PREFILL:
             self._tell_peers()
         elif session.load.role is Role.DECODE:
@@ -187,14 +186,9 @@ class Fleet:
     def left(self, session: WorkerSession) -> None:
         """Nothing goes to it any more."""
         del self._ready[session.incarnation]
-        self.blocks.gone(session.incarnation)
         if session.load.role is Role.PREFILL:
             self._tell_peers()
         self.changed()
-
-    def _watch_caches(self, on: bool) -> None:
-        for session in list(self._ready.values()):
-            session.watch_cache(on)
 
     def _prefill_peers(self) -> list[pb.Peer]:
         return [session.peer for session in self._ready.values() if session.load.role is Role.PREFILL]

@@ -40,6 +40,7 @@ from .tools.formats import choose_format
 
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
+QUEUE_DEPTH = 4  # tokens that may wait or run, of those that fit into the decode workers' KV pools at once
 LAST_WORDS_S = 2.0  # for statuses to leave before the server stops
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Gateway:
         self._model = model
         identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
         self._changed = asyncio.Event()
-        self.admission = Admission(settings.max_queue)
+        self.admission = Admission(settings.max_queue, max_tokens=self._max_queue_tokens)
         self.fleet = Fleet(
             settings.workers,
             identity,
@@ -175,6 +176,9 @@ class Gateway:
             listener = Listener(settings.metrics_listen, tls, frozenset(settings.tls_client_names))
         self.metrics = HttpDoor(app, listener, self._http_limits())
         logger.info("figures on %s", await self.metrics.start())
+
+    def _max_queue_tokens(self) -> int:
+        return self._settings.max_queue_tokens or QUEUE_DEPTH * self.fleet.kv_tokens()
 
     def _is_serving(self) -> bool:
         return self._health is not None and self._health.serving

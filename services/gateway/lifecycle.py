@@ -26,6 +26,7 @@ from .generation import GenerationRequest, Input, Piece, Send
 from .guard import Guard
 from .inbox import Inbox
 from .parameters import complete_params
+from .place import Place
 from .prompt_scores import PromptScores
 from .served_model import ServedModel
 from .turns import Turns
@@ -82,13 +83,16 @@ class Lifecycle:
             raise DeadlineExceeded("the deadline had passed on arrival")
         source = validate(request, self.model)
         request = replace(request, cache_salt=request.tenant.cache_salt(request.cache_salt))
-        with self._admission.slot(request.n, request.tenant):
+        with self._admission.slot(request.n, request.tenant, priority=request.priority) as place:
             guard = Guard(request.timeout_s, self._slow_reader_s)
             self._guards.add(guard)
             try:
                 async with guard.watching():
+                    place.displaceable(lambda: guard.end(self._admission.displaced(request.tenant)))
                     job = await self._prepare(request, source, arrival)
-                    await self._run(job, guard, send, arrival)
+                    place.expect(len(job.prompt_ids), job.params.max_tokens)
+                    job.check_wait = place.check_wait
+                    await self._run(job, place, guard, send, arrival)
             finally:
                 self._guards.discard(guard)
 
@@ -101,7 +105,7 @@ class Lifecycle:
         """The ids that `generate` would run."""
         self.model.check_name(model)
         source = check_input(source, self.model)
-        with self._admission.slot(tenant=current_tenant()):
+        with self._admission.slot(tenant=current_tenant(), counted=False):
             return await self.model.prompt_ids(source)
 
     async def _prepare(self, request: GenerationRequest, source: Input, arrival: float) -> Job:
@@ -115,7 +119,7 @@ class Lifecycle:
         deadline = None if request.timeout_s is None else arrival + request.timeout_s
         return Job(request, prompt_ids, params, deadline, scores)
 
-    async def _run(self, job: Job, guard: Guard, send: Send, arrival: float) -> None:
+    async def _run(self, job: Job, place: Place, guard: Guard, send: Send, arrival: float) -> None:
         """From routing to the last piece of each answer. All are launched as one; from there each goes by itself."""
         number = next(self._numbers)
         samples = [self._new_attempts(job, guard, number, sample) for sample in range(job.request.n)]
@@ -124,7 +128,7 @@ class Lifecycle:
             answers = [self._new_answer(job, arrival, sample) for sample in range(job.request.n)]
             await together(
                 [
-                    self._write(job, attempts, answer, guard, send)
+                    self._write(job, place, attempts, answer, guard, send)
                     for attempts, answer in zip(samples, answers, strict=True)
                 ]
             )
@@ -137,15 +141,19 @@ class Lifecycle:
             for attempts in samples:
                 attempts.close()
 
-    async def _write(self, job: Job, attempts: Attempts, answer: Answer, guard: Guard, send: Send) -> None:
+    async def _write(
+        self, job: Job, place: Place, attempts: Attempts, answer: Answer, guard: Guard, send: Send
+    ) -> None:
         """One answer to its last piece."""
         while True:
             tokens = await attempts.take()
             if not tokens and attempts.finish is None:
                 continue
             piece = answer.piece(tokens, attempts.finish, attempts.report)
+            place.took(piece.sample, len(tokens))
             if piece.finish is not None:
                 attempts.close()  # before the client takes the last piece: it may be slow
+                place.ended(piece.sample)
                 _log(job, piece)
                 if self._figures is not None:
                     self._figures.finished(piece.finish, piece.sample)

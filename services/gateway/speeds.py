@@ -40,6 +40,10 @@ class Rate:
         """By what was seen, however old; None: nothing was."""
         return self._tokens / self._seconds if self._seconds > 0 else None
 
+    def evidence(self, now: float) -> float:
+        """Seconds of work that it was seen for, the older ones counting less."""
+        return faded(self._at, now) * self._seconds
+
     def expected(self, now: float, prior: float | None) -> float | None:
         """By what was seen; the older that is, the more by `prior`. None where there is neither."""
         if prior is None or self.last is None:

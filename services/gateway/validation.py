@@ -2,7 +2,9 @@
 
 import re
 
-from ...errors import ContextExceeded, InvalidRequest
+from ...errors import ContextExceeded, InvalidRequest, PermissionDenied
+from ..security.limits import LEAST_URGENT, MOST_URGENT
+from ..security.tenant import Tenant
 from .generation import ChatInput, GenerationRequest, Input, Stopping, TextInput, TokenInput
 from .sampling_checks import check_sampling
 from .served_model import ServedModel, characters
@@ -22,6 +24,7 @@ def validate(request: GenerationRequest, model: ServedModel) -> Input:
     """Returns the input, which is there. ModelNotFound, or InvalidRequest with the field's path."""
     model.check_name(request.model)
     check_request_id(request.request_id)
+    check_priority(request.priority, request.tenant)
     if not 1 <= request.n <= MAX_ANSWERS:
         raise InvalidRequest(f"n is {request.n}; it takes 1 to {MAX_ANSWERS}", field="n")
     check_sampling(request.sampling, model.vocabulary_size)
@@ -122,6 +125,17 @@ def check_request_id(request_id: str) -> None:
         )
     if not (request_id.isascii() and request_id.isprintable()):
         raise InvalidRequest("request_id takes printable ASCII characters only", field="request_id")
+
+
+def check_priority(priority: int, tenant: Tenant) -> None:
+    """InvalidRequest out of its range, PermissionDenied where it is more urgent than the tenant may be."""
+    if not MOST_URGENT <= priority <= LEAST_URGENT:
+        raise InvalidRequest(f"priority is {priority}; it takes {MOST_URGENT} to {LEAST_URGENT}", field="priority")
+    most = tenant.limits.priority
+    if most is not None and priority < most:
+        raise PermissionDenied(
+            f"priority is {priority}; tenant {tenant.name!r} may ask for {most} or more", field="priority"
+        )
 
 
 def check_length(prompt_tokens: int, model: ServedModel, field: str = "input") -> None:

@@ -59,6 +59,7 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         self.ready = True
         self.frozen = False  # says nothing at all any more
         self.draining = False
+        self.waiting_tokens = 0  # that it tells of
         self.address = ""
         self.submits: list[pb.Submit] = []
         self.cancels: Counter[int] = Counter()
@@ -150,7 +151,13 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         while True:
             await asyncio.sleep(0.3)
             beat += 1
-            status = pb.Status(sequence=beat, free_pages=self.pages, pages=self.pages, draining=self.draining)
+            status = pb.Status(
+                sequence=beat,
+                free_pages=self.pages,
+                pages=self.pages,
+                draining=self.draining,
+                waiting_tokens=self.waiting_tokens,
+            )
             outbox.put_nowait(pb.FromWorker(status=status))
 
     def _receive(self, message: pb.ToWorker, gateway: int, outbox: asyncio.Queue[Any], mine: set[Any]) -> None:

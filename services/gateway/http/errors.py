@@ -94,10 +94,12 @@ def error_body(error: TwostrokeError, *, chat: bool = False, renamed: Mapping[st
 
 
 def error_headers(error: TwostrokeError) -> list[tuple[bytes, bytes]]:
-    """Retry-After in whole seconds where a time is known; what to show where credentials are missing."""
+    """Retry-After in whole seconds where a time is known, and in milliseconds, which OpenAI's clients prefer; what to
+    show where credentials are missing."""
     headers: list[tuple[bytes, bytes]] = list(error.headers) if isinstance(error, HttpRefusal) else []
     if error.retry_after_s is not None and math.isfinite(error.retry_after_s):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(error.retry_after_s * 1000))))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

@@ -52,6 +52,7 @@ class Generate:
             prompt_logprobs=scores,
             n=fields.n,
             traceparent=exchange.header(b"traceparent"),
+            priority=fields.priority,
             cache_salt=fields.cache_salt.encode(),
         )
         names = self._names(fields)
@@ -89,6 +90,7 @@ class Generate:
             prompt_logprobs=fields.prompt_logprobs,
             n=fields.n,
             traceparent=exchange.header(b"traceparent"),
+            priority=fields.priority,
             cache_salt=fields.cache_salt.encode(),
         )
         names = self._names(fields)

@@ -52,7 +52,6 @@ class GenerationFields(ConstraintFields):
         "kv_transfer_params": (),
         "length_penalty": (1.0, 1),
         "logits_processors": ([],),
-        "priority": (0,),
         "spaces_between_special_tokens": (True,),
         "use_beam_search": (False,),
     }
@@ -89,6 +88,7 @@ class GenerationFields(ConstraintFields):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     # who asks
+    priority: int = 0
     cache_salt: str = Field("", max_length=MAX_SALT)
     user: Label = ""
     safety_identifier: Label = ""

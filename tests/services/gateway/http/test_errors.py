@@ -60,8 +60,14 @@ def test_a_refusal_of_http_s_has_its_own_status() -> None:
 
 
 def test_when_to_come_back() -> None:
-    for seconds, told in ((0.2, b"1"), (1.0, b"1"), (1.01, b"2"), (30.0, b"30")):
-        assert error_headers(Overloaded("full", retry_after_s=seconds)) == [(b"retry-after", told)]
+    for seconds, told, ms in (
+        (0.2, b"1", b"200"),
+        (1.0, b"1", b"1000"),
+        (1.01, b"2", b"1010"),
+        (30.0, b"30", b"30000"),
+    ):
+        wanted = [(b"retry-after", told), (b"retry-after-ms", ms)]
+        assert error_headers(Overloaded("full", retry_after_s=seconds)) == wanted
     assert error_headers(Overloaded("full")) == []
     assert error_headers(Overloaded("full", retry_after_s=float("inf"))) == []
     assert error_headers(Unauthenticated("no key")) == [(b"www-authenticate", b"Bearer")]

@@ -228,6 +228,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(
 
 def test_true_is_not_one() -> None:
     assert refusal(chat, priority=False).field == "priority"
+    assert refusal(chat, priority=1.5).field == "priority"
     assert refusal(chat, best_of=True).field == "best_of"
     assert refusal(chat, skip_special_tokens=1).field == "skip_special_tokens"
 

@@ -64,7 +64,7 @@ async def test_tenants_have_their_own_limits_and_caches(tiny_llama_dir: Path, ke
     async with served(tiny_llama_dir, StandIn("both", "b0", mute), api_keys=Path(keys["path"])) as it:
         first = await asking(it, keys["acme"], {**BODY, "n": 2})
         response = await it.http.post(PATH, json=BODY, headers=bearer(keys["acme"]))
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert (response.status_code, int(response.headers["retry-after"])) in ((429, 1), (429, 2))
         assert "acme" in response.json()["error"]["message"]
         other = await asking(it, keys["umbrella"], BODY)
         salts = [bytes(submit.cache_salt) for submit in it.it.worker("b0").submits]

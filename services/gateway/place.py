@@ -1,0 +1,65 @@
+"""A request's place inside a gateway: what it is charged with, from the door to its last token."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..security.tenant import Tenant
+from .ledger import Cost
+from .queue import Entry
+
+CERTAIN = 0.7  # of an estimated wait: what is sure enough to refuse by
+
+if TYPE_CHECKING:
+    from .admission import Admission
+
+
+class Place:
+    """Handed out by `Admission.slot`, and given back with it."""
+
+    def __init__(self, admission: "Admission", entry: Entry, tenant: Tenant, answers: int) -> None:
+        self.tenant = tenant
+        self.answers = answers
+        self.entry = entry
+        self._admission = admission
+        self._charged = Cost()
+        self._made = 0  # output tokens, of all answers
+        self._counts = [0] * answers
+
+    def displaceable(self, end: Callable[[], None]) -> None:
+        """From now on `end` is called where a more urgent request takes its place before it has had a token."""
+        self.entry.displace = end
+
+    def expect(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Charges what is to be done, once that is known: the tenant's minute and the queue. Overloaded where it is
+        too much."""
+        admission, output = self._admission, self._admission.expected_output(max_tokens)
+        cost = Cost(0, prompt_tokens, self.answers * output)
+        admission.charge(self.tenant, cost)
+        self._charged = cost
+        admission.check_tokens(self, prompt_tokens + self.answers * output)
+        admission.queue.expect(self.entry, prompt_tokens, output, self.answers)
+
+    def check_wait(self, wait_s: float, left_s: float | None) -> None:
+        """`wait_s`: for which prompts that were sent before keep the worker busy; `left_s`: until the deadline.
+        Overloaded where it would pass meanwhile."""
+        wait_s *= self._admission.queue.share_ahead(self.entry.priority)
+        if left_s is not None and CERTAIN * wait_s > left_s:
+            self._admission.refuse_late(self.tenant, wait_s, left_s)
+
+    def took(self, answer: int, tokens: int) -> None:
+        """So many tokens of an answer came."""
+        self._made += tokens
+        self._counts[answer] += tokens
+        self._admission.queue.took(self.entry, answer, tokens)
+
+    def ended(self, answer: int) -> None:
+        """An answer is whole."""
+        self._admission.queue.ended(self.entry, answer)
+        self._admission.output_length.observe(self._counts[answer])
+
+    def settle(self, *, ours: bool) -> None:
+        """It is over. `ours`: it failed, and not by the client's doing: a prompt that gave no token costs nothing."""
+        if self._charged != Cost():
+            free = ours and not self._made
+            used = Cost(0, 0 if free else self._charged.input_tokens, self._made)
+            self._admission.ledger.correct(self.tenant, self._charged, used)
