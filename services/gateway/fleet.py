@@ -8,6 +8,7 @@ from ...errors import Mismatch, Unavailable
 from ...v1 import worker_pb2 as pb
 from ..grpc_setup import OpenChannel, open_channel
 from ..identity import ProcessIdentity
+from .cached_blocks import CachedBlocks
 from .discovery import RESOLVE_S, Name, Resolve, is_literal, look_up
 from .router import Role, WorkerLoad
 from .worker_client import WorkerClient
@@ -61,6 +62,7 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
         self._change = asyncio.Event()
+        self.blocks = CachedBlocks(self._watch_caches)
 
     def start(self) -> None:
         """Begins to connect."""
@@ -177,6 +179,9 @@ class Fleet:
     def joined(self, session: WorkerSession) -> None:
         """Decode workers learn of prefill workers before the first request."""
         self._ready[session.incarnation] = session
+        session.blocks = self.blocks
+        if self.blocks.watched:
+            session.watch_cache(True)
         if session.load.role is Role.PREFILL:
             self._tell_peers()
         elif session.load.role is Role.DECODE:
@@ -186,9 +191,14 @@ class Fleet:
     def left(self, session: WorkerSession) -> None:
         """Nothing goes to it any more."""
         del self._ready[session.incarnation]
+        self.blocks.gone(session.incarnation)
         if session.load.role is Role.PREFILL:
             self._tell_peers()
         self.changed()
+
+    def _watch_caches(self, on: bool) -> None:
+        for session in list(self._ready.values()):
+            session.watch_cache(on)
 
     def _prefill_peers(self) -> list[pb.Peer]:
         return [session.peer for session in self._ready.values() if session.load.role is Role.PREFILL]

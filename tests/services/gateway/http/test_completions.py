@@ -140,12 +140,13 @@ async def test_stop_strings_and_tokens(tiny_llama_dir: Path) -> None:
 async def test_everything_reaches_the_workers(tiny_llama_dir: Path) -> None:
     async with served(tiny_llama_dir, *workers()) as it:
         body = {
-            "model": "llama", "prompt": [1, 2, 3], "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 3,
+            "model": "llama", "prompt": [5, 1, 2, 3], "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 3,
             "min_p": 0.125, "typical_p": 0.75, "repetition_penalty": 1.5, "presence_penalty": -1,
             "frequency_penalty": 2, "seed": -1,
             "logit_bias": {"7": 5}, "allowed_token_ids": [7, 8, 9], "banned_token_ids": [9],
             "bad_words": ["ab"], "stop_token_ids": [8], "ignore_eos": True, "min_tokens": 2, "logprobs": 4,
             "cache_salt": "salt", "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "best_of": 1,
+            "add_special_tokens": False, "skip_special_tokens": False, "truncate_prompt_tokens": 3,
             "priority": -3,
         }  # fmt: skip
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -166,6 +167,37 @@ async def test_everything_reaches_the_workers(tiny_llama_dir: Path) -> None:
             "return_token_ids", "return_tokens_as_token_ids",
         }  # fmt: skip
         assert not not_sent, "a field that no test of this file sends"
+
+
+async def test_special_tokens(tiny_llama_dir: Path) -> None:
+    """In the text, in the echo and in places of tokens, where they are asked for; never the one that ends it."""
+    async with served(tiny_llama_dir, *workers(tokens=[10, 1, 11])) as it:
+        body = {"prompt": [50, 2, 51], "echo": True, "return_token_ids": True, "stop_token_ids": [EOS]}
+        parts = [text_of(it, [token]) for token in (50, 2, 51, 10, 1, 11)]
+        for skip, more in ((True, 0), (False, 0), (False, 1)):
+            wanted = [part for part in parts if not (skip and part.startswith("<|"))] + ["<|im_end|>"] * more
+            sent = {**body, "skip_special_tokens": skip, "include_stop_str_in_output": bool(more)}
+            told = (await it.post(PATH, sent)).json()["choices"][0]
+            assert told["text"] == "".join(wanted)
+            assert told["token_ids"] == [10, 1, 11, EOS]
+            events = await it.events(PATH, sent)
+            assert "".join(event["choices"][0]["text"] for event in events) == told["text"]
+        told = (await it.post(PATH, {"prompt": "x", "logprobs": 0, "skip_special_tokens": False})).json()["choices"][0]
+        assert told["logprobs"]["text_offset"] == [0, 1, 13, 14]
+
+
+async def test_the_end_of_a_prompt(tiny_llama_dir: Path) -> None:
+    async with served(tiny_llama_dir, *workers()) as it:
+        ids = it.it.gateway.lifecycle.model.tokenizer.encode("hello")
+        for prompt in ("hello", ids, [9] * 5000 + ids[-3:]):
+            body = {"prompt": prompt, "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 2}
+            told = (await it.post(PATH, body)).json()["choices"][0]
+            assert list(it.it.worker("d0").submits[-1].prompt_ids) == ids[-3:]
+            assert told["text"] == text_of(it, [*ids[-3:], 10, 11])
+        await it.post(PATH, {"prompt": [9] * 5000, "truncate_prompt_tokens": -1, "max_tokens": 1})
+        assert len(it.it.worker("p0").submits[-1].prompt_ids) == it.it.gateway.lifecycle.model.max_input
+        status, error = await it.refused(PATH, {"prompt": "hello", "truncate_prompt_tokens": 0})
+        assert (status, error["param"]) == (400, "truncate_prompt_tokens")
 
 
 async def test_logprobs(tiny_llama_dir: Path) -> None:

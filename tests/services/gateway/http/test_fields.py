@@ -233,9 +233,7 @@ def test_true_is_not_one() -> None:
     assert refusal(chat, skip_special_tokens=1).field == "skip_special_tokens"
 
 
-@pytest.mark.parametrize(
-    "name", ["functions", "audio", "web_search_options", "prediction"]
-)
+@pytest.mark.parametrize("name", ["functions", "audio", "web_search_options", "prediction"])
 def test_openai_s_own_fields_are_known(name: str) -> None:
     assert refusal(chat, **{name: {"type": "json_object"}}).kind.code == "unsupported_parameter"
 
@@ -281,7 +279,9 @@ def test_no_contradictions() -> None:
     assert not completion(max_tokens=0).prompt_only
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, [1, 2, 3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3]), (-1, [2, 3])])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, [1, 2, 3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3]), (-1, [2, 3])]
+)
 def test_the_end_of_a_prompt_is_kept(given: int | None, kept: list[int]) -> None:
     fields = completion(truncate_prompt_tokens=given)
     assert fields.truncated([1, 2, 3], 2) == kept
