@@ -8,7 +8,7 @@ from grpc_tools import protoc
 
 PROTOS = Path(__file__).parent.parent / "protos"
 PACKAGES = {"twostroke/v1": "twostroke/v1", "inference": "twostroke/oip", "smg": "twostroke/smg"}
-"""Folder of .proto files and folder of their modules: protocols of others keep their names on the wire, not in Python."""
+"""Folder of .proto files and of their modules: protocols of others keep their names on the wire, not in Python."""
 
 
 def generate(target: Path) -> None:
