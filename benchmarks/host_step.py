@@ -88,7 +88,7 @@ def engine(batch: int) -> Iterator[EngineCore]:
         cache_root=b"x",
     )
     with contextlib.ExitStack() as stack:
-        for module, name in ((runner, "keep_tokens"), (runner, "set_table"), (draws, "draw"), (draws, "draw_greedy"),
+        for module, name in ((draws, "keep_tokens"), (runner, "set_table"), (draws, "draw"), (draws, "draw_greedy"),
                              (draws, "logprobs")):  # fmt: skip
             stack.enter_context(patch.object(module, name, lambda *_, **__: None))
         yield core

@@ -12,10 +12,12 @@ from torch import Tensor
 from ...kernels.gpu.draw import DrawParams, DrawScratch, draw, draw_greedy
 from ...kernels.gpu.logprobs import logprobs
 from ...kernels.gpu.mask import mask_logits
+from ...kernels.gpu.state import keep_tokens
 from ..batch import Launched
 from ..request import NO_TOKEN, Token, plain_tokens
 from ..sampler import Draw, sample
 from .draw_columns import DRAWN, MAX_TOP, PLAIN, TOLD, DrawColumns
+from .graphs import DrawGraphs
 from .staging import ALIGNMENT, DEPTH, Staging, new_event
 
 Allowed: TypeAlias = npt.NDArray[np.int32]  # as `Matching.allowed`
@@ -105,10 +107,18 @@ class Draws:
     """The sampler: kernels for what most requests ask for, `engine/sampler.py` for the rest (rules, typical-p)."""
 
     def __init__(
-        self, rows: int, vocab: int, end_ids: Collection[int], device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        rows: int,
+        vocab: int,
+        end_ids: Collection[int],
+        last_tokens: Tensor,  # int64 [slots]: the token drawn last, by slot
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """For at most `rows` draws a step. `dtype`: of the logits."""
+        device = last_tokens.device
         self._end_ids = end_ids
+        self._last_tokens = last_tokens
+        self._graphs = DrawGraphs()
         self._scratch = DrawScratch(rows, vocab, device)
         self._staging = Staging(16 * (rows + 16), device)
         self._masks = Staging(rows * (1 + -(-vocab // 32)) + 2 * ALIGNMENT, device)
@@ -125,31 +135,51 @@ class Draws:
         logits: Tensor,
         columns: DrawColumns,
         positions: npt.NDArray[np.int32],
+        slots: Tensor,  # int32 [draws], on the device
         each: Callable[[], Sequence[Draw]],
         *,
+        size: int = 0,
         wait: bool = False,
         allowed: Sequence[Allowed | None] = (),
-    ) -> tuple[Tensor, DrawnStep | list[Token]]:
-        """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn), `allowed` where one of them is
-        constrained and, for the plain sampler, `each` tell of the same draws. Returns the tokens on the device, int64
-        [draws], valid until the next call, and what tells the host of them: tokens at once with `wait`, or where the
-        plain sampler had to wait.
+    ) -> DrawnStep | list[Token]:
+        """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn), `slots`, `allowed` where one of
+        them is constrained and, for the plain sampler, `each` tell of the same draws. `size`: of the captured step
+        that they belong to; 0: to none. Keeps the tokens by slot for the next step, and returns what tells the host of
+        them: tokens at once with `wait`, or where the plain sampler had to wait.
         """
         tokens, kinds = self._tokens[: len(columns)], columns.kinds
         if kinds & PLAIN:
             drawn = sample(logits, each(), self._end_ids)
             tokens.copy_(torch.tensor([token.token_id for token in drawn]))
-            return tokens, drawn
-        shaped = self._mask(logits, allowed) if allowed else logits
-        if kinds & DRAWN:
-            draw(shaped, self._params(columns, positions), tokens, self._scratch)
+            keep_tokens(self._last_tokens, slots, tokens)
+            return drawn
+        size = 0 if allowed else size
+        params = self._params(columns, positions, size or len(columns)) if kinds & DRAWN else None
+        if size:
+            self._graphs.replay(size, params is not None)
         else:
-            draw_greedy(shaped, tokens, self._scratch)
+            self._launch(self._mask(logits, allowed) if allowed else logits, params, tokens, slots)
         tops = columns.tops if kinds & TOLD else []
         if wait:
-            return tokens, self._send(logits, tokens, tops, self._spare).tokens()
+            return self._send(logits, tokens, tops, self._spare).tokens()
         self._turn = (self._turn + 1) % DEPTH
-        return tokens, self._send(logits, tokens, tops, self._hosts[self._turn])
+        return self._send(logits, tokens, tops, self._hosts[self._turn])
+
+    def capture(self, size: int, logits: Tensor, slots: Tensor) -> None:
+        """Captures how the tokens of captured steps of that size are drawn. `logits`: [size, vocab]; `slots`: int32
+        [size]: where those steps have theirs.
+        """
+        params = self._params(DrawColumns.zeros(size), np.zeros(size, np.int32), size)
+        tokens = self._tokens[:size]
+        self._graphs.capture(size, False, lambda: self._launch(logits, None, tokens, slots))
+        self._graphs.capture(size, True, lambda: self._launch(logits, params, tokens, slots))
+
+    def _launch(self, logits: Tensor, params: DrawParams | None, tokens: Tensor, slots: Tensor) -> None:
+        if params is None:
+            draw_greedy(logits, tokens, self._scratch)
+        else:
+            draw(logits, params, tokens, self._scratch)
+        keep_tokens(self._last_tokens, slots, tokens)
 
     def _mask(self, logits: Tensor, allowed: Sequence[Allowed | None]) -> Tensor:
         masks = [mask for mask in allowed if mask is not None]
@@ -175,8 +205,8 @@ class Draws:
             host.event.record()
         return DrawnStep(host.event, count, host, tops)
 
-    def _params(self, columns: DrawColumns, positions: npt.NDArray[np.int32]) -> DrawParams:
-        rows = len(columns)
+    def _params(self, columns: DrawColumns, positions: npt.NDArray[np.int32], rows: int) -> DrawParams:
+        """`rows`: draws and padding, which is greedy. Where it lies depends on `rows` only."""
         parts = [*columns.wide.view(np.int32), *columns.narrow[:3], positions]
         sent = self._staging.send(parts, [2 * rows] * len(columns.wide) + [rows] * 4)
         return DrawParams(

@@ -1,4 +1,7 @@
-"""Decode steps as CUDA graphs: one for each batch size, replayed instead of launching a few hundred kernels."""
+"""Steps as CUDA graphs: one for each batch size, replayed instead of launching a few hundred kernels.
+
+Drawing the tokens is captured apart: what a constraint allows is made up while the forward pass runs.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -45,3 +48,28 @@ class DecodeGraphs:
         graph, logits = self._graphs[size]
         graph.replay()
         return logits
+
+    def logits(self, size: int) -> Tensor:
+        """Where a captured step of that size leaves its logits, [size, vocab]."""
+        return self._graphs[size][1]
+
+
+class DrawGraphs:
+    """How the tokens of captured steps are drawn, captured too: by batch size, and whether any is drawn at random."""
+
+    def __init__(self) -> None:
+        """None is captured."""
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    def capture(self, size: int, random: bool, launch: Callable[[], None]) -> None:
+        """`launch`: launches it, on memory that stays, and allocates none."""
+        launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+        self._graphs[size, random] = graph
+
+    def replay(self, size: int, random: bool) -> None:
+        """Launches it."""
+        self._graphs[size, random].replay()

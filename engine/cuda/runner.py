@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import InvalidRequest
 from ...kernels.gpu.page_copy import copy_pages
 from ...kernels.gpu.prefill_attention import prefill_tiles
-from ...kernels.gpu.state import keep_tokens, set_table
+from ...kernels.gpu.state import set_table
 from ..batch import Computed, Launched, LayerHook, Row
 from ..config import EngineOptions
 from ..model_config import ModelConfig
@@ -62,7 +62,8 @@ class CudaRunner:
         self._state = DeviceState(options.max_batch, max_pages, pool.device)
         self._decoder = CudaDecoder(config, weights, options, pool, self._state)
         self._asked = DrawColumns.zeros(self._state.slots)  # how each slot's tokens are drawn
-        self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, pool.device, pool.dtype)
+        last_tokens = self._state.last_tokens
+        self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, last_tokens, pool.dtype)
         self._tile = self._decoder.prefill_shape.tokens
         budget = options.token_budget
         self._staging = Staging(16 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
@@ -85,7 +86,8 @@ class CudaRunner:
             size = self.graphs.size_for(len(rows))
         if size:
             slots, positions = self._send_decode(layout, size)
-            return self._draw(rows, self.graphs.replay(size)[: len(rows)], slots, layout.slots, positions)
+            logits = self.graphs.replay(size)[: len(rows)]
+            return self._draw(rows, logits, slots, layout.slots, positions, size)
         drawing = [row for row in rows if row.sample]
         step, slots, own = self._send(layout, rows)
         progress = [row.progress for row in rows if row.progress is not None]
@@ -111,9 +113,10 @@ class CudaRunner:
         sent: Tensor,
         slots: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
+        size: int = 0,
     ) -> Launched:
         """`logits`: [len(drawing), vocab]; `sent`: int32, `slots` on the device: of each draw. `positions`: of the
-        tokens to be drawn, by row."""
+        tokens to be drawn, by row. `size`: of the captured step; 0: it is none."""
         if not drawing:
             return Silent(self._stream.record_event() if self._stream is not None else None)
         if len(slots) > len(drawing):
@@ -122,8 +125,8 @@ class CudaRunner:
             return self._draw_samples(drawing, logits, sent)
         columns = self._asked.take(slots)
         if columns.kinds & CONSTRAINED:
-            return Undrawn(self._later(lambda: self._draw_each(drawing, logits, sent, columns, positions)))
-        return self._draw_each(drawing, logits, sent, columns, positions)
+            return Undrawn(self._later(lambda: self._draw_each(drawing, logits, sent, columns, positions, size)))
+        return self._draw_each(drawing, logits, sent, columns, positions, size)
 
     def _draw_each(
         self,
@@ -132,13 +135,15 @@ class CudaRunner:
         sent: Tensor,
         columns: DrawColumns,
         positions: npt.NDArray[np.int32],
+        size: int,
     ) -> Launched:
         """As `_draw`, a token a row."""
         allowed: list[Allowed | None] = []
         if columns.kinds & CONSTRAINED:
             allowed = [None if row.matching is None else row.matching.allowed() for row in drawing]
-        tokens, drawn = self._draws.draw(logits, columns, positions, lambda: draws_of(drawing), allowed=allowed)
-        keep_tokens(self._state.last_tokens, sent, tokens)
+        drawn = self._draws.draw(
+            logits, columns, positions, sent, lambda: draws_of(drawing), size=size, allowed=allowed
+        )
         return Computed(drawn) if isinstance(drawn, list) else drawn
 
     def _later(self, finish: Callable[[], Launched]) -> Callable[[], Launched]:
@@ -165,15 +170,15 @@ class CudaRunner:
             own = logits[torch.tensor(sources[start : start + most], device=self._device)]
             positions = np.array([draw.position for draw in part], np.int32)
             columns = DrawColumns.of(part)
-            tokens, drawn = self._draws.draw(
+            drawn = self._draws.draw(
                 own,
                 columns,
                 positions,
+                sent[start : start + most],
                 lambda part=part: part,  # type: ignore[misc]
                 wait=len(draws) > most,
                 allowed=[draw.allowed for draw in part] if columns.kinds & CONSTRAINED else (),
             )
-            keep_tokens(self._state.last_tokens, sent[start : start + most], tokens)
             if not isinstance(drawn, list):
                 return drawn
             told += drawn
@@ -246,10 +251,20 @@ class CudaRunner:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self.graphs.capture(self._padding_step, told)
+                self._capture_draws()
+
+    def _capture_draws(self) -> None:
+        """As `capture`, of how the tokens of captured steps are drawn."""
+        for size in self.graphs.sizes:
+            self._draws.capture(size, self.graphs.logits(size), self._padding(size).slots)
+
+    def _padding(self, size: int) -> StepTensors:
+        """A step of `size` padding rows."""
+        return self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), size)
 
     def _padding_step(self, size: int) -> Callable[[], Tensor]:
-        """What launches a step of `size` padding rows."""
-        step = self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), size)
+        """What launches it."""
+        step = self._padding(size)
         return lambda: self._decoder.head(self._decoder.hidden(step))
 
     @torch.inference_mode()

@@ -1,5 +1,6 @@
 """The GPU's runner where steps are odd: against what the plain runner makes of the same requests."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
-from twostroke.engine.cuda.graphs import DecodeGraphs
+from twostroke.engine.cuda.graphs import DecodeGraphs, DrawGraphs
 from twostroke.engine.cuda.runner import CudaRunner
 from twostroke.engine.model_config import ModelConfig
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work, sample_keys
@@ -28,6 +29,7 @@ class Replayed(DecodeGraphs):
     def __init__(self, runner: CudaRunner, sizes: tuple[int, ...]) -> None:
         super().__init__(sizes)
         self._launches = {size: runner._padding_step(size) for size in sizes}
+        self._left = {size: launch().clone() for size, launch in self._launches.items()}
         self.replayed: list[int] = []
 
     def size_for(self, rows: int) -> int:
@@ -35,7 +37,25 @@ class Replayed(DecodeGraphs):
 
     def replay(self, size: int) -> Tensor:
         self.replayed.append(size)
-        return self._launches[size]()
+        return self._left[size].copy_(self._launches[size]())
+
+    def logits(self, size: int) -> Tensor:
+        return self._left[size]
+
+
+class ReplayedDraws(DrawGraphs):
+    """The same of how tokens are drawn."""
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.replayed: list[tuple[int, bool]] = []
+
+    def capture(self, size: int, random: bool, launch: Callable[[], None]) -> None:
+        self._launches[size, random] = launch
+
+    def replay(self, size: int, random: bool) -> None:
+        self.replayed.append((size, random))
+        self._launches[size, random]()
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +81,16 @@ def build(path: Path, runner: type[Any], **options: Any) -> EngineCore:
     )
 
 
-def ask(core: EngineCore, number: int, tokens: int, work: Work = Work.ALL, samples: int = 1) -> SequenceKey:
+def ask(
+    core: EngineCore,
+    number: int,
+    tokens: int,
+    work: Work = Work.ALL,
+    samples: int = 1,
+    params: SamplingParams = HOT,
+) -> SequenceKey:
     ids = [(number * 37 + 5 * at) % 200 + 3 for at in range(tokens)]
-    request = Request(SequenceKey(1, number, 0, 0), ids, HOT, work, samples=samples)
+    request = Request(SequenceKey(1, number, 0, 0), ids, params, work, samples=samples)
     core.add(request)
     return request.key
 
@@ -88,6 +115,8 @@ def with_graphs(core: EngineCore, *sizes: int) -> Replayed:
     assert isinstance(runner, CudaRunner)
     with torch.inference_mode():
         runner.graphs = graphs = Replayed(runner, sizes)
+        runner._draws._graphs = ReplayedDraws()
+        runner._capture_draws()
     return graphs
 
 
@@ -145,4 +174,29 @@ def test_a_token_budget_below_the_batch(model: Path) -> None:
         for number in range(3):
             ask(core, number, 2)
         answers.append(drain(core))
+    assert answers[0] == answers[1]
+
+
+MIXED = (
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=1.3, top_p=0.9, min_p=0.01, seed=8, max_tokens=5, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=1.0, typical_p=0.8, seed=4, max_tokens=2, ignore_eos=True),  # by the plain sampler
+)
+
+
+def test_tokens_of_captured_steps_are_drawn_as_any_others(model: Path) -> None:
+    """Greedy and not, beside padding, with log-probabilities, and where a step's tokens come from the plain sampler."""
+    answers = []
+    for runner in (ModelRunner, CudaRunner):
+        core = build(model, runner, max_batch=6)
+        if runner is CudaRunner:
+            with_graphs(core, 1, 4, 6)
+        for number, params in enumerate(MIXED):
+            ask(core, number, 3 + number, params=params)
+        answers.append(drain(core))
+    draws = core._runner._draws._graphs  # type: ignore[attr-defined]
+    assert {random for _, random in draws.replayed} == {False, True}
+    assert {size for size, _ in draws.replayed} >= {1, 4}
     assert answers[0] == answers[1]
