@@ -37,8 +37,9 @@ class ChatReply:
     ) -> None:
         """`prompt_ids`: where they are to be told. `tools`: that may be called."""
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
-        self._include_usage = fields.include_usage()
-        self._frame = Frame(f"chatcmpl-{name}", kind, model, usage=self._include_usage)
+        options = fields.read_stream_options()
+        self._include_usage = options.include_usage
+        self._frame = Frame(f"chatcmpl-{name}", kind, model, options)
         self._fields = fields
         self._stops = frozenset(fields.stop_token_ids)
         self._names = names
@@ -57,17 +58,17 @@ class ChatReply:
             self._greeted[answer] = True
             content = '""' if calls is None else "null"
             chunks.append(
-                self._chunk(answer, f'{{"role":"assistant","content":{content}}}', "null", "null", self._asked())
+                self._chunk(piece, f'{{"role":"assistant","content":{content}}}', "null", "null", self._asked())
             )
         logprobs = self._logprobs(piece)
         ids = f',"token_ids":{to_json(piece.token_ids)}' if self._fields.return_token_ids else ""
         for delta in self._deltas(piece, calls, told=logprobs != "null" or (bool(ids) and bool(piece.token_ids))):
-            chunks.append(self._chunk(answer, delta, logprobs, "null", ids))
+            chunks.append(self._chunk(piece, delta, logprobs, "null", ids))
             logprobs, ids = "null", ""  # once
         if piece.finish is not None:
             self._usage.add(prompt, piece.finish, piece.finish.output_tokens)
             stop = f',"stop_reason":{stop_reason(piece.finish, piece, self._stops)}'
-            chunks.append(self._chunk(answer, "{}", "null", _reason(piece.finish, calls), stop))
+            chunks.append(self._chunk(piece, "{}", "null", _reason(piece.finish, calls), stop))
         return "".join(chunks).encode("utf-8", "replace")
 
     @staticmethod
@@ -116,10 +117,9 @@ class ChatReply:
         finish = f'"finish_reason":{_reason(kept.finish, kept.calls)},"stop_reason":{kept.stop_reason}'
         return f'{{"index":{index},"message":{message},"logprobs":{logprobs},{finish}{ids}}}'
 
-    def _chunk(self, index: int, delta: str, logprobs: str, finish: str, more: str) -> str:
-        return self._frame.event(
-            f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}{more}}}'
-        )
+    def _chunk(self, piece: Piece, delta: str, logprobs: str, finish: str, more: str) -> str:
+        choice = f'{{"index":{piece.sample},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}{more}}}'
+        return self._frame.event(choice, len(self._prompt_ids), piece.first_index + len(piece.token_ids))
 
     def _logprobs(self, piece: Piece) -> str:
         if not piece.logprobs:

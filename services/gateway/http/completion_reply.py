@@ -46,8 +46,9 @@ class CompletionReply:
     def __init__(
         self, name: str, model: str, fields: CompletionFields, names: TokenNames, prompts: Sequence[Prompt]
     ) -> None:
-        self._include_usage = fields.include_usage()
-        self._frame = Frame(f"cmpl-{name}", "text_completion", model, usage=self._include_usage)
+        options = fields.read_stream_options()
+        self._include_usage = options.include_usage
+        self._frame = Frame(f"cmpl-{name}", "text_completion", model, options)
         self._fields = fields
         self._stops = frozenset(fields.stop_token_ids)
         self._names = names
@@ -69,7 +70,9 @@ class CompletionReply:
             return b""
         if piece.finish is not None:
             more += f',"stop_reason":{self._finish(prompt, piece, piece.finish)}'
-        return self._frame.event(_choice(index, text, logprobs, reason(piece.finish), more)).encode("utf-8", "replace")
+        choice = _choice(index, text, logprobs, reason(piece.finish), more)
+        made = 0 if self._fields.prompt_only else piece.first_index + len(piece.token_ids)
+        return self._frame.event(choice, len(self._prompts[prompt].ids), made).encode("utf-8", "replace")
 
     def take(self, prompt: int, piece: Piece) -> None:
         """Keeps a piece."""

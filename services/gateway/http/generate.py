@@ -21,6 +21,7 @@ from .reply import DONE, Reply
 from .tool_use import constrain, plan_tools
 
 Source: TypeAlias = TextInput | TokenInput | ChatInput
+_TOOL_NAMES = {"sampling.constraint.grammar": "tools"}  # of a grammar that was made of them
 
 
 class Generate:
@@ -78,7 +79,7 @@ class Generate:
         sampling = fields.sampling()
         if tools is not None:
             sampling = constrain(sampling, tools, self._model)
-            exchange.renamed["sampling.constraint"] = "tools"
+            exchange.renamed = {**_TOOL_NAMES, **exchange.renamed}
         request = GenerationRequest(
             input=None,
             model=fields.model,

@@ -22,11 +22,9 @@ Label = Annotated[str, Field(max_length=MAX_LABEL)]
 class StreamOptions(Fields):
     """`stream_options`."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "continuous_usage_stats": (False,),
-        "include_obfuscation": (False,),
-    }
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 def _one_or_many(value: Any) -> Any:
@@ -94,18 +92,19 @@ class GenerationFields(ConstraintFields):
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
 
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts. HttpRefusal for options of a stream without one."""
+    def read_stream_options(self) -> StreamOptions:
+        """What a stream tells besides. HttpRefusal for options of a stream without one."""
         if self.stream_options is None:
-            return False
+            return StreamOptions()
         if not self.stream:
             raise HttpRefusal("stream_options take stream: true", field="stream_options")
-        return StreamOptions.read(self.stream_options, "stream_options.").include_usage
+        return StreamOptions.read(self.stream_options, "stream_options.")
 
     @property
     def counted(self) -> bool:
         """Whether the prompt's tokens must be known before it runs."""
-        return self.return_token_ids or self.truncate_prompt_tokens is not None
+        told = self.stream_options is not None and bool(self.stream_options.get("continuous_usage_stats"))
+        return told or self.return_token_ids or self.truncate_prompt_tokens is not None
 
     def truncated(self, ids: Sequence[int], most: int) -> list[int]:
         """The last tokens of a prompt, as many as are wanted; `most`: as many as -1 means."""

@@ -1,5 +1,6 @@
 """What every kind of reply has in common: its name, its counts of tokens, its chunks."""
 
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -7,10 +8,12 @@ from typing import Protocol
 from .... import __version__
 from ....engine.request import FinishReason
 from ..generation import Finish, Piece
+from .generation_fields import StreamOptions
 from .logprobs import to_json
 
 DONE = b"data: [DONE]\n\n"
 MAX_PLAIN_CHARACTERS = 64 << 20
+PADDED = 128  # bytes
 _REASONS = {FinishReason.STOP: '"stop"', FinishReason.LENGTH: '"length"'}
 
 
@@ -59,15 +62,23 @@ class Usage:
 class Frame:
     """What stands around the choices, the same in all chunks of a reply."""
 
-    def __init__(self, name: str, kind: str, model: str, *, usage: bool) -> None:
-        """`name`: `id` of the reply. `kind`: `object`. `usage`: chunks say that counts come later."""
+    def __init__(self, name: str, kind: str, model: str, options: StreamOptions) -> None:
+        """`name`: `id` of the reply. `kind`: `object`."""
         head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         self._head = to_json({**head, "system_fingerprint": f"twostroke-{__version__}"})[:-1] + ',"choices":['
-        self._tail = '],"usage":null}' if usage else "]}"
+        self._options = options
 
-    def event(self, choice: str) -> str:
-        """A chunk with one choice."""
-        return f"data: {self._head}{choice}{self._tail}\n\n"
+    def event(self, choice: str, prompt_tokens: int, output_tokens: int) -> str:
+        """A chunk with one choice. Tokens: of its prompt, and of its answer so far; told where chunks tell them."""
+        more = ""
+        if self._options.continuous_usage_stats:
+            counts = f'"prompt_tokens":{prompt_tokens},"completion_tokens":{output_tokens}'
+            more = f',"usage":{{{counts},"total_tokens":{prompt_tokens + output_tokens}}}'
+        elif self._options.include_usage:
+            more = ',"usage":null'
+        if self._options.include_obfuscation:
+            more += f',"obfuscation":"{_padding(choice)}"'
+        return f"data: {self._head}{choice}]{more}}}\n\n"
 
     def usage_event(self, usage: Usage) -> str:
         """A chunk of counts alone."""
@@ -76,6 +87,12 @@ class Frame:
     def whole(self, choices: list[str], usage: Usage, more: str = "") -> bytes:
         """The reply at once. `more`: further members, each after a comma."""
         return f"{self._head}{','.join(choices)}],{_usage(usage)}{more}}}".encode("utf-8", "replace")
+
+
+def _padding(text: str) -> str:
+    """Noise that brings `text` to a multiple of PADDED bytes, so that what passes by tells less of what is said."""
+    missing = -len(text.encode("utf-8", "replace")) % PADDED
+    return secrets.token_hex(PADDED // 2)[:missing]
 
 
 def _usage(usage: Usage) -> str:

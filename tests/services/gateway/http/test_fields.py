@@ -44,7 +44,8 @@ def refusal(work: Any, *arguments: Any, **more: Any) -> HttpRefusal:
 def test_defaults_are_the_api_s() -> None:
     for fields in (completion(), chat()):
         assert fields.sampling() == Sampling()
-        assert (fields.n, fields.stream, fields.include_usage(), fields.cache_salt) == (1, False, False, "")
+        assert (fields.n, fields.stream, fields.cache_salt) == (1, False, "")
+        assert fields.read_stream_options() == StreamOptions()
         assert fields.stopping(None) == Stopping()
     assert completion().max_tokens == 16
     assert chat().limit is None
@@ -291,17 +292,18 @@ def test_the_end_of_a_prompt_is_kept(given: int | None, kept: list[int]) -> None
 
 
 def test_stream_options() -> None:
-    assert chat(stream=True, stream_options={"include_usage": True}).include_usage()
-    assert not chat(stream=True, stream_options={}).include_usage()
-    assert not chat(stream=True, stream_options={"continuous_usage_stats": False}).include_usage()
-    for options, field in (
-        ({"include_usage": 1}, "stream_options.include_usage"),
-        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
-        ({"include_obfuscation": True}, "stream_options.include_obfuscation"),
-        ({"foo": True}, "stream_options.foo"),
-    ):
-        assert refusal(chat(stream=True, stream_options=options).include_usage).field == field
-    assert refusal(chat(stream_options={"include_usage": True}).include_usage).field == "stream_options"
+    def read(options: dict[str, Any] | None, *, stream: bool = True) -> StreamOptions:
+        return chat(stream=stream, stream_options=options).read_stream_options()
+
+    names = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    assert read(None) == read({}) == read(dict.fromkeys(names, False)) == StreamOptions()
+    for name in names:
+        assert [each for each in names if getattr(read({name: True}), each)] == [name]
+        assert refusal(read, {name: 1}).field == f"stream_options.{name}"
+    assert refusal(read, {"foo": True}).field == "stream_options.foo"
+    assert refusal(read, {"include_usage": True}, stream=False).field == "stream_options"
+    assert chat(stream=True, stream_options={"continuous_usage_stats": True}).counted
+    assert not chat(stream=True, stream_options={"include_usage": True}).counted
 
 
 # Prompts

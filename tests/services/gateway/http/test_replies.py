@@ -22,6 +22,7 @@ from twostroke.services.gateway.http.chat_reply import ChatReply
 from twostroke.services.gateway.http.completion_fields import CompletionFields
 from twostroke.services.gateway.http.completion_reply import CompletionReply, Prompt
 from twostroke.services.gateway.http.logprobs import Offsets, TokenNames, number, prompt_entries
+from twostroke.services.gateway.http.reply import PADDED
 from twostroke.services.gateway.served_model import ServedModel
 from twostroke.services.settings import GatewaySettings
 
@@ -208,3 +209,28 @@ def test_pieces_without_news_make_no_chunk(model: ServedModel) -> None:
     )  # fmt: skip
     assert plain.events(0, Piece(0, [5], "", [])) == b""
     assert chunks(plain.events(0, Piece(1, [], "", [], END)))[0]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_what_chunks_tell_besides(model: ServedModel, kind: str) -> None:
+    """Counts so far in each, and noise that makes them a few sizes only."""
+    options = {"continuous_usage_stats": True, "include_obfuscation": True}
+    asked: dict[str, Any] = {"stream": True, "stream_options": options}
+    names = TokenNames(model, as_ids=False)
+    reply: ChatReply | CompletionReply
+    if kind == "chat":
+        reply = ChatReply("r", model.name, ChatFields.read({"messages": 0, **asked}), names, [7, 8])
+    else:
+        fields = CompletionFields.read({"prompt": "x", **asked})
+        reply = CompletionReply("r", model.name, fields, names, [Prompt("x", [7, 8])])
+    events = b""
+    for piece in pieces_of(model, list(range(50, 62)), [1, 4], None):
+        events += reply.events(0, piece)
+    seen = chunks(events)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in seen]
+    assert counts == [1, 1, 4, 12, 12][-len(seen) :]
+    assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in seen)
+    assert all(chunk["usage"]["total_tokens"] == 2 + chunk["usage"]["completion_tokens"] for chunk in seen)
+    assert len({len(event) % PADDED for event in events.split(b"\n\n")[:-1]}) <= 2  # counts have one digit or two
+    assert len({chunk["obfuscation"] for chunk in seen}) == len(seen)
+    assert reply.usage_event() == b""
