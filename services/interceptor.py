@@ -209,6 +209,24 @@ def rewrapped(
     )
 
 
+def preceded(handler: "grpc.RpcMethodHandler[Any, Any]", check: Callable[[Context], None]) -> Handler:
+    """A handler of the same kind that begins with `check`, which may raise."""
+
+    def wrap(behaviour: Behaviour) -> Behaviour:
+        async def call(request: Any, context: Context) -> Any:
+            check(context)
+            return await behaviour(request, context)
+
+        async def pump(request: Any, context: Context) -> Any:
+            check(context)
+            async for answer in behaviour(request, context):
+                yield answer
+
+        return pump if handler.response_streaming and inspect.isasyncgenfunction(behaviour) else call
+
+    return rewrapped(handler, wrap, handler.request_deserializer)
+
+
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """Lets the handler's wrapper refuse a request that cannot be read; else the call ends as UNKNOWN before it runs."""
     if deserialize is None:

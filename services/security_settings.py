@@ -55,6 +55,8 @@ class DoorSecurity(BaseSettings):
     """Scope (`scope` or `scp`) of tokens that may give orders to the cluster; empty: none may."""
     jwt_limits_claim: str = Field("twostroke_limits", max_length=128)
     """Claim of a token with its tenant's limits, an object; empty: none. What the file of keys says goes first."""
+    wrong_keys_per_minute: int = Field(30, ge=0, le=MOST_PER_MINUTE)
+    """Wrong keys and tokens of an address (IPv6: of a /64 network) a minute; more are not looked at; 0: any number."""
     tenant_requests: int = Field(0, ge=0, le=MOST_AT_ONCE)
     """Requests of one tenant at once, where its key does not say; 0: as many as `max_queue`."""
     tenant_requests_per_minute: int = Field(0, ge=0, le=MOST_PER_MINUTE)

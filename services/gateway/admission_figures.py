@@ -7,13 +7,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from .admission import Admission
+from .wrong_keys import WrongKeys
 
 
 class AdmissionFigures(Collector):
     """Read when asked for."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, wrong: WrongKeys | None = None) -> None:
         self._admission = admission
+        self._wrong = wrong
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known ahead."""
@@ -41,3 +43,10 @@ class AdmissionFigures(Collector):
         for (reason, tenant), count in sorted(admission.refusals.items()):
             refusals.add_metric((reason, tenant), count)
         yield refusals
+        if self._wrong is not None:
+            yield CounterMetricFamily("twostroke_wrong_keys", "Keys and tokens not taken.", value=self._wrong.failures)
+            yield CounterMetricFamily(
+                "twostroke_wrong_keys_refused",
+                "Calls refused, as too many wrong keys had come from their address.",
+                value=self._wrong.refusals,
+            )

@@ -11,6 +11,7 @@ from .admission_figures import AdmissionFigures
 from .fleet import Fleet
 from .generation import Finish
 from .transfer_figures import TransferFigures
+from .wrong_keys import WrongKeys
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -21,12 +22,12 @@ DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24,
 class Figures:
     """Of one gateway, over all doors; in a registry of its own."""
 
-    def __init__(self, admission: Admission, fleet: Fleet) -> None:
+    def __init__(self, admission: Admission, fleet: Fleet, wrong: WrongKeys | None = None) -> None:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._registry = CollectorRegistry()
         self._registry.register(_State(admission, fleet))
-        self._registry.register(AdmissionFigures(admission))
+        self._registry.register(AdmissionFigures(admission, wrong))
         self._registry.register(TransferFigures(fleet))
         registry = self._registry
         self._responses = Counter(

@@ -87,7 +87,8 @@ class Gateway:
             channel=cluster_dialer(settings),
         )
         self.constraints = ConstraintChecks(model.folder)
-        self.figures = Figures(self.admission, self.fleet)
+        self.authenticator = authenticator(settings)
+        self.figures = Figures(self.admission, self.fleet, self.authenticator.wrong)
         self.lifecycle = Lifecycle(
             model,
             self.fleet,
@@ -103,7 +104,6 @@ class Gateway:
             figures=self.figures,
             constraints=self.constraints,
         )
-        self.authenticator = authenticator(settings)
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
         self._management = Management(settings, self.authenticator, self.fleet, (*door_names(settings), CLUSTER))
         self.http: HttpDoor | None = None

@@ -14,13 +14,15 @@ from ..security.tls import TlsFiles, server_credentials
 from ..settings import GatewaySettings
 from .auth import Authenticator, TokenCheck
 from .auth_interceptor import AuthInterceptor
+from .wrong_keys import WrongKeys
 
 logger = logging.getLogger(__name__)
 
 
 def authenticator(settings: GatewaySettings) -> Authenticator:
     """Of all doors. ConfigError where keys or tokens cannot be checked as asked."""
-    return Authenticator(settings.api_keys, _tokens(settings), default=_tenant_limits(settings))
+    wrong = WrongKeys(settings.wrong_keys_per_minute)
+    return Authenticator(settings.api_keys, _tokens(settings), default=_tenant_limits(settings), wrong=wrong)
 
 
 def _tenant_limits(settings: GatewaySettings) -> Limits:

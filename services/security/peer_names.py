@@ -1,14 +1,11 @@
 """Lets only those peers call whose certificate has one of the expected names."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
-from typing import Any
 
 import grpc.aio
 
 from ...errors import PermissionDenied
-from ..interceptor import Behaviour, Context, Handler, rewrapped
+from ..interceptor import Context, Handler, preceded
 
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")
 
@@ -34,20 +31,7 @@ class PeerNames(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        wrap = partial(self._checked, streams_out=bool(handler.response_streaming))
-        return rewrapped(handler, wrap, handler.request_deserializer)
-
-    def _checked(self, behaviour: Behaviour, *, streams_out: bool) -> Behaviour:
-        async def call(request: Any, context: Context) -> Any:
-            self._check(context)
-            return await behaviour(request, context)
-
-        async def pump(request: Any, context: Context) -> Any:
-            self._check(context)
-            async for answer in behaviour(request, context):
-                yield answer
-
-        return pump if streams_out and inspect.isasyncgenfunction(behaviour) else call
+        return preceded(handler, self._check)
 
     def _check(self, context: Context) -> None:
         if not self._expected & names_of(context):

@@ -12,14 +12,15 @@ from .exchange import Exchange, Receive, Scope, Send
 from .reply import DONE
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
-Authenticate: TypeAlias = Callable[[list[tuple[bytes, bytes]]], Tenant]
+Authenticate: TypeAlias = Callable[[list[tuple[bytes, bytes]], str], Tenant]
+"""Of headers and the peer's address: who calls."""
 Count: TypeAlias = Callable[[str, int], None]
 """Is told the path's name and the status of each response."""
 
 logger = logging.getLogger(__name__)
 
 
-def no_check(_: list[tuple[bytes, bytes]]) -> Tenant:
+def no_check(_: list[tuple[bytes, bytes]], __: str) -> Tenant:
     """Everybody may."""
     return ANYONE
 
@@ -62,7 +63,7 @@ class Endpoint:
 
     async def _serve(self, exchange: Exchange, method: str) -> None:
         exchange.name_request()
-        tenant = self._authenticate(exchange.headers)
+        tenant = self._authenticate(exchange.headers, exchange.peer)
         if self._admin:
             tenant.require_admin()
         serve_as(tenant)

@@ -36,6 +36,7 @@ class Exchange:
         self.status = 0  # that was sent; 0: none
         self.arrival = time.monotonic()
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self.peer: str = (scope.get("client") or ("",))[0]  # its address
         self.params: dict[str, Any] = scope.get("path_params", {})
         self.request_id = ""
         self.chat = False

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.errors import ConfigError, PermissionDenied, Unauthenticated
+from twostroke.errors import ConfigError, Overloaded, PermissionDenied, Unauthenticated
 from twostroke.services.gateway.auth import Authenticator
 from twostroke.services.gateway.security import authenticator
+from twostroke.services.gateway.wrong_keys import WrongKeys
 from twostroke.services.security.api_keys import new_key
 from twostroke.services.security.limits import Limits
 from twostroke.services.security.signed_tokens import Bearer
@@ -119,6 +120,27 @@ def test_keys_come_go_and_expire(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     now[0] = 1999.0
     path.unlink()
     assert name(second) == "umbrella"  # a file that is gone withdraws nothing
+
+
+def test_wrong_keys_of_an_address_are_limited(path: Path) -> None:
+    key, other = key_in(path), key_in(path, "umbrella")
+    auth = Authenticator(path, wrong=WrongKeys(3))
+    right, wrong = [("authorization", f"Bearer {key}")], [("authorization", "Bearer tsk_0")]
+    assert auth.authenticate(right, "ipv4:1.2.3.4:5").name == "acme"
+    for headers in ([], [("authorization", "Basic x")], [("authorization", "Bearer")]):
+        for _ in range(5):  # that is no guess
+            with pytest.raises(Unauthenticated):
+                auth.authenticate(headers, "1.2.3.4")
+    for port in range(3):
+        with pytest.raises(Unauthenticated):
+            auth.authenticate(wrong, f"ipv4:1.2.3.4:{port}")
+    for headers in (wrong, [("authorization", f"Bearer {other}")]):
+        with pytest.raises(Overloaded, match="too many wrong keys"):
+            auth.authenticate(headers, "1.2.3.4")
+    assert auth.authenticate(right, "1.2.3.4").name == "acme"
+    assert auth.authenticate([("authorization", f"Bearer {other}")], "1.2.3.5").name == "umbrella"
+    assert auth.authenticate([("authorization", f"Bearer {other}")], "1.2.3.4").name == "umbrella"
+    assert key not in repr(auth.identify(right))
 
 
 def settings(**values: object) -> GatewaySettings:

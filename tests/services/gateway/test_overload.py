@@ -149,6 +149,33 @@ async def test_a_deadline_within_the_queue_is_refused_at_the_door(tiny_llama_dir
         await it.idle()
 
 
+async def test_wrong_keys_are_refused_after_a_while_at_both_doors(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    known, late = key_for(path, "acme"), key_for(path, "late")
+    async with served(tiny_llama_dir, *pair(), api_keys=path, wrong_keys_per_minute=6) as it:
+
+        async def grpc_code(key: str) -> Code:
+            call = it.it.stub.Tokenize(
+                pb.TokenizeRequest(input=pb.Input(text="x")), metadata=(("authorization", f"Bearer {key}"),)
+            )
+            return await call.code()
+
+        async def status(key: str) -> int:
+            return (await it.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code
+
+        assert (await grpc_code(known), await status(known)) == (Code.OK, 200)
+        for _ in range(3):
+            assert (await grpc_code("wrong"), await status("wrong")) == (Code.UNAUTHENTICATED, 401)
+        for key in ("wrong", late):
+            assert (await grpc_code(key), await status(key)) == (Code.RESOURCE_EXHAUSTED, 429)
+        error = await refusal(it.it.collect(text_request(), metadata=(("authorization", "Bearer x"),)))
+        assert 0 < retry_s(error) <= 10
+        figures = it.it.gateway.figures.text()
+        assert b"twostroke_wrong_keys_total 9.0" in figures
+        assert b"twostroke_wrong_keys_refused_total 5.0" in figures
+        assert (await grpc_code(known), await status(known)) == (Code.OK, 200)
+
+
 @pytest.mark.parametrize("field", ["priority"])
 async def test_a_priority_out_of_range_is_refused(tiny_llama_dir: Path, field: str) -> None:
     async with served(tiny_llama_dir, *pair()) as it:
