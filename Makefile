@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not soak and not gpu
+SUDO ?= $(if $(filter 0,$(shell id -u)),,sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak nixl clients gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
+.PHONY: help demo test test-all soak nixl clients gateways gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +50,12 @@ clients: $(VENV)/.dev ## other people's clients against real processes; builds a
 	$(BIN)/python scripts/clients.py
 	$(PYTEST) tests/clients
 
+gateways: $(VENV)/.dev ## Envoy, nginx, HAProxy and Caddy in front of real processes; installs what is missing (apt-get)
+	$(BIN)/python scripts/clients.py envoy
+	@PATH=$$PATH:/usr/sbin; command -v nginx && command -v haproxy && command -v caddy || \
+	  $(SUDO) apt-get install -y --no-install-recommends nginx haproxy caddy
+	$(PYTEST) tests/gateways
+
 gpu: $(VENV)/.dev ## the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
@@ -66,8 +73,9 @@ bench-gpu: $(VENV)/.dev ## the engine alone on one GPU, and decoding beside long
 bench-prefix: $(VENV)/.dev ## warm and cold caches, routing by prefix and at random
 	$(BIN)/python benchmarks/prefix.py
 
-protos: $(VENV)/.dev ## regenerate src/twostroke/v1 from protos/
+protos: $(VENV)/.dev ## regenerate what is made of protos/
 	$(BIN)/python scripts/protos.py src
+	$(BIN)/python scripts/descriptors.py
 
 docs: $(VENV)/.dev ## regenerate docs/configuration.md from the settings' schema
 	$(BIN)/python scripts/configuration.py docs/configuration.md
