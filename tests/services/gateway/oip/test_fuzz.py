@@ -1,4 +1,4 @@
-"""Whatever the Open Inference Protocol's door is sent, it answers or refuses by a documented status; nothing is lost."""
+"""Whatever the Open Inference door is sent, it answers or refuses by a documented status, and loses nothing."""
 
 import asyncio
 import struct
