@@ -156,8 +156,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """Most output tokens of a request; 0: the model's context."""
     max_message_bytes: Size = Field(16 << 20, ge=1 << 16, le=1 << 30)
     """Largest request message, in bytes."""
-    stream_buffer_bytes: Size = Field(1 << 20, ge=1 << 12, le=1 << 30)
-    """Bytes of answer buffered for a client that reads slowly."""
+    stream_buffer_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 30)
+    """Memory for what a client that reads slowly has not taken of its answer, in bytes; more ends its stream."""
     tool_parser: Literal["auto", "none", "hermes", "llama", "mistral", "phi4", "pythonic"] = "auto"
     """The form in which the model writes calls of tools; `auto`: what its chat template tells; `none`: no tools."""
     slow_reader_s: Seconds = 30

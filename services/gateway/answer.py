@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...engine.request import FinishReason, Token
@@ -54,7 +54,7 @@ class Answer:
         output, with what the text stream leaves out of them. `scores`: go into the first piece.
         `sample`: which answer it is."""
         self._text = text
-        self._stops = StopStrings(stop_strings, include=include_stop)
+        self._stops = StopStrings(stop_strings, include=include_stop) if stop_strings else None
         self._min_tokens = min_tokens
         self._stop_texts = stop_texts or {}
         self._scores = scores
@@ -66,8 +66,7 @@ class Answer:
         self._clock = clock
         self._count = 0
         self._cached_tokens = 0
-        self._times = Timings()
-        self._first = 0.0  # when token 0 was handed over
+        self._first = self._second = self._last = 0.0  # when these tokens were handed over
 
     def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: Report) -> Piece:
         """The next piece; `finish`: the workers end with the last of `tokens`. The last piece has its own `finish`."""
@@ -76,8 +75,10 @@ class Answer:
         if stop_string is not None:
             finish = FinishReason.STOP
         self._count += taken
-        self._stamp(first_index)
-        tokens = tokens[:taken]
+        if taken > 0:
+            self._stamp(first_index)
+        if taken < len(tokens):
+            tokens = tokens[:taken]
         told = report() if finish is not None or (first_index == 0 and tokens) else None
         if told is not None:
             self._cached_tokens = told.cached_tokens
@@ -97,20 +98,28 @@ class Answer:
         # The token that ended the output by itself (end of text, a stop token) is reported, but it is not text.
         last = tokens[-1].token_id if tokens and finish is FinishReason.STOP else None
         silent = len(tokens) - 1 if last is not None and last not in self._stop_texts else len(tokens)
+        texts = [self._text.push(token.token_id) for token in (tokens if silent == len(tokens) else tokens[:silent])]
+        if finish is not None:
+            texts.append(self._text.flush() + (self._stop_texts.get(last, "") if last is not None else ""))
+        if self._stops is None:
+            return "".join(texts), len(tokens), None
+        return self._until_stop(self._stops, texts, len(tokens), ended=finish is not None)
+
+    def _until_stop(
+        self, stops: StopStrings, texts: list[str], tokens: int, *, ended: bool
+    ) -> tuple[str, int, str | None]:
+        """The same of the tokens' texts, of which a stop string may end the last, or hold some of it back. `ended`: the
+        last of `texts` is what else the end brings, beside the last token."""
         parts: list[str] = []
-        for index, token in enumerate(tokens[:silent]):
-            text, matched = self._stops.push(self._text.push(token.token_id), counts=self._counts(index))
+        for index, new in enumerate(texts):
+            index = min(index, tokens - 1)
+            text, matched = stops.push(new, counts=self._counts(index))
             parts.append(text)
             if matched is not None:
                 return "".join(parts), index + 1, matched
-        if finish is not None:
-            rest = self._text.flush() + (self._stop_texts.get(last, "") if last is not None else "")
-            text, matched = self._stops.push(rest, counts=self._counts(len(tokens) - 1))
-            parts.append(text)
-            if matched is not None:
-                return "".join(parts), len(tokens), matched
-            parts.append(self._stops.flush())
-        return "".join(parts), len(tokens), None
+        if ended:
+            parts.append(stops.flush())
+        return "".join(parts), tokens, None
 
     def _counts(self, index: int) -> bool:
         """Whether a stop string may end with the token of this index in the piece under way."""
@@ -118,14 +127,23 @@ class Answer:
 
     def _stamp(self, first_index: int) -> None:
         """Times by the gateway's clock, each piece as it is handed over."""
-        now = self._clock()
-        if first_index == 0 and self._count > 0:
-            self._first = now
-            self._times = replace(self._times, first_token=now - self._arrival)
+        self._last = self._clock()
+        if first_index == 0:
+            self._first = self._last
         if first_index <= 1 < self._count:
-            self._times = replace(self._times, gap01=now - self._first)
-        if self._count > first_index and self._count > 0:
-            self._times = replace(self._times, decode=now - self._first, total=now - self._arrival)
+            self._second = self._last
+
+    def _times(self, report: WorkerReport) -> Timings:
+        """With the workers' own."""
+        return Timings(
+            queue=report.queue,
+            prefill=report.prefill,
+            transfer=report.transfer,
+            first_token=self._first - self._arrival if self._count > 0 else 0.0,
+            decode=self._last - self._first,
+            total=self._last - self._arrival if self._count > 0 else 0.0,
+            gap01=self._second - self._first if self._count > 1 else 0.0,
+        )
 
     def _finish(self, reason: FinishReason, stop_string: str, report: WorkerReport) -> Finish:
         return Finish(
@@ -134,7 +152,7 @@ class Answer:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=report.cached_tokens,
             output_tokens=self._count,
-            timings=replace(self._times, queue=report.queue, prefill=report.prefill, transfer=report.transfer),
+            timings=self._times(report),
             seed=self._seed,
             prefill_worker=report.prefill_worker,
             decode_worker=report.decode_worker,

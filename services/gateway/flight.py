@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...engine.request import FinishReason, SequenceKey, SequenceTimings, Token
+from ...engine.request import FinishReason, SequenceKey, SequenceOutput, SequenceTimings, Token
 from ...errors import DeadlineExceeded, InvalidRequest, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
 from .answer import WorkerReport
@@ -158,22 +158,8 @@ class Flight:
         if part is None:
             return ()
         match event:
-            case Output(output=output):
-                if not part.heard and output.prompt_logprobs is None:
-                    part.heard, part.heard_at = True, self._clock()
-                    if part.prefills:
-                        part.session.load.prefilled(part.tokens)
-                    elif output.timings is not None:
-                        self._transferred(part, output.timings.transfer)
-                if output.timings is not None:
-                    part.timings = output.timings
-                part.finished = part.finished or output.finish is not None
-                if output.prompt_logprobs is not None:
-                    self._scores.add(output.prompt_logprobs)
-                elif part.prefills and not self._scores.complete:  # they come before its first token
-                    fault = TwostrokeError(f"{part.session.name} did not tell the prompt's log-probabilities")
-                    self._lost(part, Lost(fault, workers=(event.worker,)))
-                return self._merger.accept(output.first_index, output.tokens, output.finish)
+            case Output():
+                return self._told(part, event.output)
             case Failed():
                 part.lost = True
                 self._lost(part, self._failure(part, event))
@@ -183,6 +169,24 @@ class Flight:
                     error = Unavailable(f"{part.session.name} is gone: {reason}", retry_after_s=RETRY_S)
                     self._lost(part, Lost(error, workers=(event.worker,)))
         return ()
+
+    def _told(self, part: Part, output: SequenceOutput) -> Sequence[Token]:
+        if not part.heard and output.prompt_logprobs is None:
+            part.heard, part.heard_at = True, self._clock()
+            if part.prefills:
+                part.session.load.prefilled(part.tokens)
+            elif output.timings is not None:
+                self._transferred(part, output.timings.transfer)
+        if output.timings is not None:
+            part.timings = output.timings
+        if output.finish is not None:
+            part.finished = True
+        if output.prompt_logprobs is not None:
+            self._scores.add(output.prompt_logprobs)
+        elif part.prefills and not self._scores.complete:  # they come before its first token
+            fault = TwostrokeError(f"{part.session.name} did not tell the prompt's log-probabilities")
+            self._lost(part, Lost(fault, workers=(part.session.incarnation,)))
+        return self._merger.accept(output.first_index, output.tokens, output.finish)
 
     def _transferred(self, decode: Part, seconds: float) -> None:
         """The decode worker has the KV. `seconds`: since its ticket: what it waited for pages is no transfer."""

@@ -131,7 +131,7 @@ class Finish:
     route: str = ""  # why these workers, for people
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each token, and that would double its making
 class Piece:
     """A piece of the answer. `logprobs`: for each token (token, natural log-probability), the chosen one first; empty
     unless asked for. `finish` is in the last piece, and only there."""

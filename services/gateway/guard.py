@@ -15,8 +15,9 @@ class SlowReader(Overloaded):
 class Guard:
     """For one request, one task and those that it waits for."""
 
-    def __init__(self, timeout_s: float | None, slow_reader_s: float) -> None:
-        """`timeout_s`: left until the deadline. `slow_reader_s`: the longest that one write may take."""
+    def __init__(self, timeout_s: float | None, slow_reader_s: float, *, alone: bool = False) -> None:
+        """`timeout_s`: left until the deadline. `slow_reader_s`: the longest that one write may take. `alone`: one task
+        writes."""
         self._timeout_s = timeout_s
         self._slow_reader_s = slow_reader_s
         self._loop = asyncio.get_running_loop()
@@ -24,7 +25,7 @@ class Guard:
         self._error: TwostrokeError | None = None
         self._writing_since: float | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._turn = asyncio.Lock()
+        self._turn = None if alone else asyncio.Lock()
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -58,14 +59,17 @@ class Guard:
 
         The timer outlives the write, as setting one for every token costs more.
         """
-        async with self._turn:
-            self._writing_since = self._loop.time()
-            if self._watch is None:
-                self._watch = self._loop.call_later(self._slow_reader_s, self._look)
-            try:
-                await send(piece)
-            finally:
-                self._writing_since = None
+        if self._turn is not None:
+            await self._turn.acquire()
+        self._writing_since = self._loop.time()
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._slow_reader_s, self._look)
+        try:
+            await send(piece)
+        finally:
+            self._writing_since = None
+            if self._turn is not None:
+                self._turn.release()
 
     def _look(self) -> None:
         self._watch = None

@@ -1,21 +1,20 @@
 """What workers say of one request, until the coroutine that the request lives in takes it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ...engine.request import SequenceOutput
+from ...engine.request import SequenceOutput, Token
 from ...v1 import worker_pb2
 from .turns import Turns
 
-EVENT_BYTES = 32  # of an event, without its tokens
-TOKEN_BYTES = 8
-LOGPROB_BYTES = 8
+EVENT_BYTES = 480  # of memory that an event takes, without its tokens
+TOKEN_BYTES = 110
+LOGPROB_BYTES = 130
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """New tokens from the worker of this incarnation."""
 
     worker: int
@@ -44,12 +43,33 @@ Event: TypeAlias = Output | Failed | Gone
 
 
 def size_of(event: Event) -> int:
-    """Bytes that an event counts for, about as many as on the wire."""
-    if not isinstance(event, Output):
-        return EVENT_BYTES
-    tokens = event.output.tokens
-    logprobs = sum(len(token.logprobs) for token in tokens)
-    return EVENT_BYTES + TOKEN_BYTES * len(tokens) + LOGPROB_BYTES * logprobs
+    """Bytes that an event keeps, by and large."""
+    return EVENT_BYTES + (tokens_size(event.output.tokens) if isinstance(event, Output) else 0)
+
+
+def tokens_size(tokens: Sequence[Token]) -> int:
+    """The same of its tokens."""
+    size = TOKEN_BYTES * len(tokens)
+    if tokens and tokens[0].logprobs:  # all of a sequence's have them, or none
+        size += LOGPROB_BYTES * sum(len(token.logprobs) for token in tokens)
+    return size
+
+
+def joined(before: Event, event: Event) -> int | None:
+    """Puts tokens behind those of the event before, where they go on there and nothing else is told of them; bytes that
+    it keeps for them. None: they stay apart."""
+    if not (isinstance(before, Output) and isinstance(event, Output)) or before.worker != event.worker:
+        return None
+    first, more = before.output, event.output
+    if first.finish is not None or more.timings is not None:
+        return None
+    if first.prompt_logprobs is not None or more.prompt_logprobs is not None:
+        return None
+    if more.first_index != first.first_index + len(first.tokens):
+        return None
+    first.tokens += more.tokens
+    first.finish = more.finish
+    return tokens_size(more.tokens)
 
 
 class Inbox:
@@ -73,13 +93,16 @@ class Inbox:
         """Adds an event; the taker's turn will come."""
         if self._full:
             return
-        self._bytes += size_of(event)
+        added = joined(self._events[-1], event) if self._events else None
+        if added is None:
+            added = size_of(event)
+            self._events.append(event)
+        self._bytes += added
         if self._bytes > self._limit:
             self._full = True
             self._events.clear()
             self._on_full()
             return
-        self._events.append(event)
         if self._waiter is not None:
             waiter, self._waiter = self._waiter, None
             self._turns.queue(waiter)

@@ -248,15 +248,16 @@ def read_stopping(stopping: pb.Stopping) -> Stopping:
 
 def write_piece(piece: Piece) -> pb.GenerateResponse:
     """A piece of the answer."""
-    return pb.GenerateResponse(
-        first_index=piece.first_index,
-        token_ids=piece.token_ids,
-        text=piece.text,
-        sample=piece.sample,
-        logprobs=[write_logprob(entries) for entries in piece.logprobs],
-        finish=write_finish(piece.finish) if piece.finish is not None else None,
-        prompt_logprobs=write_prompt_logprobs(piece.prompt_logprobs) if piece.prompt_logprobs is not None else (),
+    message = pb.GenerateResponse(
+        first_index=piece.first_index, token_ids=piece.token_ids, text=piece.text, sample=piece.sample
     )
+    if piece.logprobs:
+        message.logprobs.extend([write_logprob(entries) for entries in piece.logprobs])
+    if piece.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(write_prompt_logprobs(piece.prompt_logprobs))
+    if piece.finish is not None:
+        message.finish.CopyFrom(write_finish(piece.finish))
+    return message
 
 
 def write_prompt_logprobs(told: PromptLogprobs) -> list[pb.TokenLogprob]:

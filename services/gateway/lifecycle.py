@@ -84,7 +84,7 @@ class Lifecycle:
         source = validate(request, self.model)
         request = replace(request, cache_salt=request.tenant.cache_salt(request.cache_salt))
         with self._admission.slot(request.n, request.tenant, priority=request.priority) as place:
-            guard = Guard(request.timeout_s, self._slow_reader_s)
+            guard = Guard(request.timeout_s, self._slow_reader_s, alone=request.n == 1)
             self._guards.add(guard)
             try:
                 async with guard.watching():
@@ -147,9 +147,10 @@ class Lifecycle:
         """One answer to its last piece."""
         while True:
             tokens = await attempts.take()
-            if not tokens and attempts.finish is None:
+            finish = attempts.finish
+            if not tokens and finish is None:
                 continue
-            piece = answer.piece(tokens, attempts.finish, attempts.report)
+            piece = answer.piece(tokens, finish, attempts.report)
             place.took(piece.sample, len(tokens))
             if piece.finish is not None:
                 attempts.close()  # before the client takes the last piece: it may be slow
@@ -193,10 +194,8 @@ class Lifecycle:
 
 
 async def together(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Runs all to their end, a single one without a task. The first failure ends the others and is raised."""
-    if len(work) == 1:
-        await work[0]
-        return
+    """Runs all to their end, each in a task: one that wakes up for each token does so without passing through all that
+    its request waits in. The first failure ends the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -34,6 +34,9 @@ class Merger:
     def accept(self, first_index: int, tokens: Sequence[Token], finish: FinishReason | None) -> list[Token]:
         """The tokens that are new and without a gap now. `finish`: the output ends after the last of `tokens`."""
         end = first_index + len(tokens)
+        if first_index == self._next and finish is None and self._end is None and not self._early and end <= self._max:
+            self._next = end
+            return list(tokens)
         if finish is not None and self._end is None:
             self._end, self._reason = max(self._next, min(end, self._max)), finish
             self._early = {index: token for index, token in self._early.items() if index < self._end}

@@ -12,6 +12,7 @@ from ...engine.request import (
     SequenceTimings,
     Token,
     Work,
+    plain_tokens,
 )
 from ...errors import Mismatch
 from ...v1 import worker_pb2 as pb
@@ -99,25 +100,24 @@ def make_cancel(keys: Iterable[SequenceKey]) -> pb.Cancel:
 
 def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:
     """The outputs of a step, one a sequence. Mismatch where the packed arrays contradict each other."""
-    requests, counts, finishes = step.requests, list(step.counts), list(step.finishes)
-    columns = (step.samples, step.attempts, step.first_indices, counts, finishes)
-    if any(len(column) != len(requests) for column in columns):
+    columns = (step.requests, step.samples, step.attempts, step.first_indices, step.counts, step.finishes)
+    if len({len(column) for column in columns}) != 1:
         raise Mismatch("a step's arrays differ in length")
-    if sum(counts) != len(step.token_ids):
+    if sum(step.counts) != len(step.token_ids):
         raise Mismatch("a step's counts do not add up to its tokens")
     timings = unpack_timings(step)
     told = unpack_prompt_logprobs(step)
     tokens = unpack_tokens(step)
     outputs: list[SequenceOutput] = []
     start = 0
-    for index, (request, sample, attempt) in enumerate(zip(requests, step.samples, step.attempts, strict=True)):
-        end = start + counts[index]
+    for index, (request, sample, attempt, first, count, finish) in enumerate(zip(*columns, strict=True)):
+        end = start + count
         outputs.append(
             SequenceOutput(
                 key=SequenceKey(gateway, request, sample, attempt),
-                first_index=step.first_indices[index],
+                first_index=first,
                 tokens=tokens[start:end],
-                finish=unpack_finish(finishes[index]),
+                finish=unpack_finish(finish) if finish else None,
                 timings=timings.get(index),
                 prompt_logprobs=told.get(index),
             )
@@ -126,10 +126,8 @@ def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:
     return outputs
 
 
-def unpack_finish(value: int) -> FinishReason | None:
-    """0 goes on. Mismatch for a reason that is unknown here."""
-    if value == 0:
-        return None
+def unpack_finish(value: int) -> FinishReason:
+    """Mismatch for a reason that is unknown here."""
     try:
         return FinishReason(value)
     except ValueError:
@@ -139,7 +137,7 @@ def unpack_finish(value: int) -> FinishReason | None:
 def unpack_tokens(step: pb.Step) -> list[Token]:
     """The flat arrays as tokens with their log-probabilities."""
     if not step.logprob_counts:
-        return [Token(token_id) for token_id in step.token_ids]
+        return plain_tokens(step.token_ids)
     if len(step.logprob_counts) != len(step.token_ids):
         raise Mismatch("a step's logprob_counts and token_ids differ in length")
     entries = list(zip(step.logprob_ids, step.logprob_values, strict=False))

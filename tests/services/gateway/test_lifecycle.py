@@ -248,7 +248,7 @@ async def test_a_client_that_reads_nothing_loses_its_stream_and_neighbours_do_no
 async def test_a_full_buffer_ends_the_stream_at_once(tiny_llama_dir: Path) -> None:
     tokens = [10 + i % 200 for i in range(2000)]
     worker = StandIn("both", "w0", Script(tokens=tokens, per_step=4))
-    async with cluster(tiny_llama_dir, worker, stream_buffer_bytes=1 << 14, slow_reader_s=600) as it:
+    async with cluster(tiny_llama_dir, worker, stream_buffer_bytes=1 << 18, slow_reader_s=600) as it:
         silent = it.stub.Generate(text_request("silent", logprobs=20))
         await silent.read()
         await it.idle()
