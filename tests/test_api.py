@@ -3,15 +3,22 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from twostroke.oip import grpc_service_pb2 as pb
 from twostroke.services.gateway.http.chat_fields import ChatFields
 from twostroke.services.gateway.http.completion_fields import CompletionFields
 from twostroke.services.gateway.http.errors import KINDS
 from twostroke.services.gateway.http.generation_fields import StreamOptions
 from twostroke.services.gateway.http.tokenize import DetokenizeFields, TokenizeFields
+from twostroke.services.gateway.oip.reply import FINAL
+from twostroke.services.gateway.oip.request import EMPTY_FINAL
+from twostroke.services.gateway.oip.sampling_fields import TAKEN, SamplingFields
+from twostroke.services.gateway.oip.tensors import INPUTS, OUTPUTS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-HTTP_TESTS = ROOT / "tests" / "services" / "gateway" / "http"
+SECTIONS = TEXT.split("\n## ")[1:]
 
 
 def test_every_field_of_the_openai_api() -> None:
@@ -22,10 +29,23 @@ def test_every_field_of_the_openai_api() -> None:
     assert {kind.code for _, kind in KINDS} - {"wrong_state"} <= named
 
 
-def test_the_tests_that_it_names() -> None:
-    for file, test in re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", TEXT):
-        text = (HTTP_TESTS / file).read_text(encoding="utf-8")
+def test_every_field_of_the_open_inference_protocol() -> None:
+    named = set(re.findall(r"`([A-Za-z_]+)`", next(text for text in SECTIONS if text.startswith("Open Inference"))))
+    assert {*INPUTS, *OUTPUTS, *TAKEN, *SamplingFields.unsupported, EMPTY_FINAL, FINAL} <= named
+    assert {field.name for field in pb.ModelInferRequest.DESCRIPTOR.fields} <= named
+    assert {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods} <= named
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.partition("\n")[0])
+def test_the_tests_that_it_names(section: str) -> None:
+    """Each door's section says where its tests are."""
+    folder = re.search(r"[Tt]he tests named here are in `([\w/]+)`", section)
+    assert folder is not None
+    for file, test in re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", section):
+        text = (ROOT / folder[1] / file).read_text(encoding="utf-8")
         assert not test or f"def {test}(" in text, test
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", section):
+        assert (ROOT / file).is_file(), file
 
 
 def test_links() -> None:
