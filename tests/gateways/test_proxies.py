@@ -118,7 +118,8 @@ async def test_a_deadline_that_only_the_gateway_keeps(stack: Stack, proxy: Proxy
         assert call.body
         passed = connection.call(PATH, long_request(), grpc_timeout="1u")
         await connection.end_of(passed)
-        assert passed.status == Code.DEADLINE_EXCEEDED.value[0]
+        refused = Code.RESOURCE_EXHAUSTED  # where the gateway expects it to wait for longer than that
+        assert passed.status in (Code.DEADLINE_EXCEEDED.value[0], refused.value[0])
     await stack.whole()
     async with httpx2.AsyncClient(base_url=f"http://{proxy.http}", trust_env=False) as http:
         body = {**CHAT, "max_completion_tokens": LONG, "ignore_eos": True}
