@@ -16,10 +16,10 @@ class CompletionFields(GenerationFields):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
         "prompt_embeds": (),
-        "suffix": ("",),
     }
 
     prompt: Any
+    suffix: str = ""
     add_special_tokens: bool = True
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -36,6 +36,8 @@ class CompletionFields(GenerationFields):
         self.check_plain_only()
         if self.best_of is not None and self.best_of != self.n:
             raise HttpRefusal("best_of is supported only where it equals n: leave it out", field="best_of")
+        if self.suffix and self.echo:
+            raise HttpRefusal("a prompt around a gap is not echoed: send suffix or echo", field="suffix")
         if self.stream and self.echo and self.logprobs is not None and self.n > 1:
             raise HttpRefusal("a stream that echoes the prompt with logprobs takes n: 1", field="n")
         if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):

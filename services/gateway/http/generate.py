@@ -15,6 +15,7 @@ from .chat_reply import ChatReply
 from .completion_fields import CompletionFields, read_prompts
 from .completion_reply import CompletionReply, Prompt
 from .exchange import Exchange
+from .infill import around_gap
 from .logprobs import TokenNames
 from .messages import read_messages
 from .reply import DONE, Reply
@@ -39,9 +40,8 @@ class Generate:
         fields = CompletionFields.read(await exchange.json(self._max_body))
         exchange.renamed.update(fields.constraint_names())
         fields.check()
-        sources: Sequence[Source] = read_prompts(
-            fields.prompt, fields.n, self._model.max_input, special=fields.add_special_tokens
-        )
+        sources = read_prompts(fields.prompt, fields.n, self._model.max_input, special=fields.add_special_tokens)
+        sources = around_gap(sources, fields.suffix, self._model)
         scores = fields.prompt_logprobs if not fields.echo or fields.logprobs is None else fields.logprobs
         request = GenerationRequest(
             input=None,

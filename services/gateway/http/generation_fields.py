@@ -38,9 +38,8 @@ class GenerationFields(ConstraintFields):
         # OpenAI's
         "metadata": ({},),
         "moderation": (),
-        "prediction": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": (),
+        "prompt_cache_options": ({}, {"mode": "implicit"}),
+        "prompt_cache_retention": ("in_memory",),
         "service_tier": ("auto", "default"),
         "store": (False,),
         # of other servers
@@ -52,6 +51,11 @@ class GenerationFields(ConstraintFields):
         "logits_processors": ([],),
         "spaces_between_special_tokens": (True,),
         "use_beam_search": (False,),
+    }
+
+    remedies: ClassVar[Mapping[str, str]] = {
+        "metadata": "nothing is stored that it could be attached to; safety_identifier and x-request-id name a request",
+        "store": "nothing is stored here, send false",
     }
 
     model: str = ""

@@ -30,6 +30,10 @@ class _Message(Fields):
 class _Part(Fields):
     """A part of a turn's content."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prompt_cache_breakpoint": ()}
+    remedies: ClassVar[Mapping[str, str]] = {
+        "prompt_cache_breakpoint": "leave it out, every beginning of a prompt is cached that there is room for"
+    }
     type: str
     text: str = ""
     refusal: str = ""

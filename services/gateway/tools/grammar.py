@@ -27,6 +27,7 @@ def write_grammar(
     InvalidRequest (field `tools`) where there is no grammar for it.
     """
     layout = _Layout(wish, mark, json_answer=answer is not None)
+    head = _head
     told = [] if answer is None else [f"answer: %json {_with_options(answer, lenient=False)}"]
     match form:
         case "hermes":
@@ -44,6 +45,7 @@ def write_grammar(
             rules = layout.together(phi4.WORD, 'calls "]"')
         case "llama":
             rules = layout.bare()
+            head = _head if wish.required or answer is not None else _whole_head
         case _:
             raise InvalidRequest(
                 f"calls in the {form} format cannot be forced: send tool_choice 'auto', parallel_tool_calls true, "
@@ -51,7 +53,7 @@ def write_grammar(
                 field="tools",
             )
     key = "parameters" if form == "llama" else "arguments"
-    return "\n".join([*rules, *_calls(wish, lambda name: _text(f'{{"name": "{name}", "{key}": '), "}"), *told])
+    return "\n".join([*rules, *_calls(wish, lambda name: head(name, key), "}"), *told])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,16 @@ def _calls(wish: ToolWish, head: Callable[[str], str], tail: str) -> list[str]:
         rules.append(f"call_{index}: {head(function.name)} arguments_{index}{end}")
         rules.append(f"arguments_{index}: %json {_schema(function, wish)}")
     return rules
+
+
+def _head(name: str, key: str) -> str:
+    """A call's beginning, in the pieces that JSON has: so the lexer, which is greedy, can tell it from JSON's."""
+    return f"""{_text("{")} {_text('"name"')} ":" " "? {_text(f'"{name}"')} "," " "? {_text(f'"{key}"')} ":" " "?"""
+
+
+def _whole_head(name: str, key: str) -> str:
+    """In one piece: so it can tell it from a text, which takes a brace, too."""
+    return rf'/\{{"name": ?"{name}", ?"{key}": ?/'
 
 
 def _schema(function: Function, wish: ToolWish) -> str:

@@ -134,4 +134,4 @@ async def test_what_is_wrong_is_named_by_the_api_s_name(tiny_llama_dir: Path) ->
 
 def test_what_completions_take_chats_take_too() -> None:
     alone = set(CompletionFields.model_fields) - set(ChatFields.model_fields) - set(ChatFields.unsupported)
-    assert alone == {"prompt"}
+    assert alone == {"prompt", "suffix"}

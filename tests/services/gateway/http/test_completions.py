@@ -10,6 +10,7 @@ from twostroke.services.gateway.http.completion_fields import CompletionFields
 from twostroke.services.gateway.http.constraint_fields import ConstraintFields
 from twostroke.v1 import worker_pb2 as wpb
 
+from ....tiny import make_tiny_llama
 from ...http_client import Served, served
 from ...stand_in_worker import EOS, Script, StandIn
 
@@ -163,7 +164,7 @@ async def test_everything_reaches_the_workers(tiny_llama_dir: Path) -> None:
             bad_words=[wpb.TokenSequence(ids=encode(word)) for word in ("ab", " ab")], min_tokens=2,
         )  # fmt: skip
         not_sent = set(CompletionFields.model_fields) - set(ConstraintFields.model_fields) - set(body) - {
-            "n", "stream", "stream_options", "echo", "stop", "include_stop_str_in_output", "prompt_logprobs",
+            "n", "stream", "stream_options", "echo", "suffix", "stop", "include_stop_str_in_output", "prompt_logprobs",
             "return_token_ids", "return_tokens_as_token_ids",
         }  # fmt: skip
         assert not not_sent, "a field that no test of this file sends"
@@ -200,6 +201,20 @@ async def test_the_end_of_a_prompt(tiny_llama_dir: Path) -> None:
         assert (status, error["param"]) == (400, "truncate_prompt_tokens")
 
 
+async def test_a_gap(tmp_path: Path) -> None:
+    """The marks of the model's own around it."""
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    path = make_tiny_llama(tmp_path / "llama", more_tokens=dict.fromkeys(marks, True))
+    async with served(path, *workers()) as it:
+        answer = await it.sdk.completions.create(model="llama", prompt="def f(", suffix="return 1", max_tokens=2)
+        assert answer.choices[0].text == text_of(it, [10, 11])
+        decode = it.it.gateway.lifecycle.model.tokenizer.decode
+        shown = decode(list(it.it.worker("d0").submits[0].prompt_ids), skip_special=False)
+        assert shown == "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
+        status, error = await it.refused(PATH, {"prompt": [1, 2], "suffix": "x"})
+        assert (status, error["param"]) == (400, "suffix")
+
+
 async def test_logprobs(tiny_llama_dir: Path) -> None:
     async with served(tiny_llama_dir, *workers()) as it:
         answer = await it.sdk.completions.create(model="llama", prompt="hello", max_tokens=2, logprobs=1)
@@ -234,6 +249,8 @@ async def test_logprobs(tiny_llama_dir: Path) -> None:
         ({"prompt": "x", "n": 99}, "n"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "store": True}, "store"),
+        ({"prompt": "x", "metadata": {"a": "b"}}, "metadata"),
     ],
     ids=str,
 )

@@ -234,7 +234,7 @@ def test_true_is_not_one() -> None:
     assert refusal(chat, skip_special_tokens=1).field == "skip_special_tokens"
 
 
-@pytest.mark.parametrize("name", ["functions", "audio", "web_search_options", "prediction"])
+@pytest.mark.parametrize("name", ["functions", "audio", "web_search_options", "moderation"])
 def test_openai_s_own_fields_are_known(name: str) -> None:
     assert refusal(chat, **{name: {"type": "json_object"}}).kind.code == "unsupported_parameter"
 
@@ -264,6 +264,10 @@ def test_what_is_missing() -> None:
         (completion, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         (chat, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         (chat, {"top_logprobs": 0}, "top_logprobs"),
+        (chat, {"prediction": {"type": "content"}}, "prediction.content"),
+        (chat, {"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+        (chat, {"prediction": {"type": "draft", "content": "x"}}, "prediction.type"),
+        (completion, {"suffix": "x", "echo": True}, "suffix"),
         (chat, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ],
 )
@@ -277,6 +281,7 @@ def test_no_contradictions() -> None:
     assert chat(max_tokens=5, max_completion_tokens=5).limit == 5
     assert chat(max_completion_tokens=7).limit == chat(max_tokens=7).limit == 7
     assert completion(echo=True, max_tokens=0).prompt_only
+    assert chat(prediction={"type": "content", "content": "x"}).sampling() == Sampling()
     assert not completion(max_tokens=0).prompt_only
 
 
