@@ -48,6 +48,7 @@ def test_make_knows_its_targets() -> None:
         "test-all",
         "soak",
         "clients",
+        "gateways",
         "bench-cpu",
         "lint",
         "protos",
