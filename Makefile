@@ -8,7 +8,7 @@ QUICK := not slow and not soak and not gpu
 SUDO ?= $(if $(filter 0,$(shell id -u)),,sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak nixl clients gateways gpu bench-cpu bench-gpu bench-prefix lint protos docs lock clean
+.PHONY: help demo test test-all soak nixl clients gateways gpu bench-cpu bench-gpu bench-gateway bench-prefix lint protos docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-gpu: $(VENV)/.dev ## the engine alone on one GPU, and decoding beside long
 	$(PIP) install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/plot_mixed.py
 	$(BIN)/python benchmarks/report.py
+
+bench-gateway: $(VENV)/.dev ## a gateway on one core: messages, tokens, events a second, added latency, memory
+	$(BIN)/python benchmarks/gateway.py
 
 bench-prefix: $(VENV)/.dev ## warm and cold caches, routing by prefix and at random
 	$(BIN)/python benchmarks/prefix.py

@@ -1,0 +1,186 @@
+"""The gateway's speed: the real process on one core, its clients and stand-in workers on another.
+
+`make bench-gateway`, or `python benchmarks/gateway.py [--seconds S] [--only messages,coalesced,...]`. Rates are told by
+the wall and by the gateway's own CPU time, which a busy machine spoils less.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+from gateway_rig import CONNECTIONS, STREAMS, WORKERS, Feed, Rig, cpu_of, process
+from gateway_streams import Counts, GrpcStreams, Span, Watch
+from record import Recorder
+
+AHEAD = 32  # tokens of a stream that the gateway may be behind, where it is to join them
+IDLE = 10_000
+BARE = Path(__file__).with_name("bare_server.py")
+BARE_PATH = "/bare/Stream"
+WARM_S = 1.0
+
+
+async def spanned(seconds: float, cpu: Callable[[], float], counts: Counts) -> Span:
+    """What happens in so many seconds, after a moment to warm up."""
+    await asyncio.sleep(WARM_S)
+    watch = Watch(cpu, counts)
+    await asyncio.sleep(seconds)
+    return watch.span()
+
+
+class Bench:
+    """All measures; `core`: the gateway's."""
+
+    def __init__(self, core: int, folder: Path, seconds: float, record: Recorder) -> None:
+        self._rig = Rig(core, folder)
+        self._core, self._folder, self._seconds, self._record = core, folder, seconds, record
+        self._rate = 0.0  # messages a second of the wall
+
+    async def bare(self) -> None:
+        """grpc.aio alone, fed through queues."""
+        with process(self._core, self._folder / "bare.log", str(BARE), str(STREAMS)) as server:
+            if server.stdout is None:
+                raise RuntimeError("no output")
+            address = (await asyncio.to_thread(server.stdout.readline)).decode().strip()
+            clients = GrpcStreams(address, BARE_PATH)
+            await clients.open(range(STREAMS), CONNECTIONS)
+            await clients.counts.until(lambda: clients.counts.messages > STREAMS)
+            span = await spanned(self._seconds, cpu_of(server.pid), clients.counts)
+            clients.close()
+        self._rates("messages", span, span.messages, "messages/s", peer="grpc.aio, fed through queues")
+
+    async def messages(self) -> None:
+        """A token a message."""
+        span = await self._fed(1)
+        self._rate = span.messages / span.seconds
+        self._rates("messages", span, span.messages, "messages/s")
+
+    async def coalesced(self) -> None:
+        """Workers are faster than messages can be."""
+        span = await self._fed(AHEAD)
+        self._rates("coalesced", span, span.tokens, "tokens/s")
+
+    async def events(self) -> None:
+        """Server-sent events, a token each."""
+        async with (
+            self._rig.running(WORKERS) as (_, cpu, __),
+            self._rig.sse_streams() as clients,
+            Feed(self._rig.workers, clients.counts, ahead=1),
+        ):
+            span = await spanned(self._seconds, cpu, clients.counts)
+        self._rates("events", span, span.messages, "events/s")
+
+    async def latency(self) -> None:
+        """From a worker's send to a client's receipt, at half of the rate that `messages` found."""
+        rate = self._rate / 2 or 8000.0
+        async with self._rig.running(WORKERS) as (address, cpu, _), self._rig.grpc_streams(address) as clients:
+            sent = {stream: worker.sent[stream] for worker in self._rig.workers for stream in worker.sent}
+            took: list[float] = []
+
+            def got(stream: int, first: int, tokens: int) -> None:
+                now = time.perf_counter()
+                took.extend(now - at for at in sent[stream][first : first + tokens])
+
+            for worker in self._rig.workers:
+                worker.keeps_times = True
+            clients.counts.on_message = got
+            async with Feed(self._rig.workers, clients.counts, ahead=None, pause_s=STREAMS / rate):
+                await asyncio.sleep(WARM_S)
+                took.clear()
+                watch = Watch(cpu, clients.counts)
+                await asyncio.sleep(self._seconds)
+                span = watch.span()
+        percentiles = statistics.quantiles(took, n=100)
+        share = round(span.cpu / span.seconds, 3)
+        self._note(
+            "latency",
+            1e3 * percentiles[49],
+            "ms",
+            p99=round(1e3 * percentiles[98], 3),
+            rate=round(rate),
+            core_share=share,
+        )
+
+    async def idle(self) -> None:
+        """Memory of many open streams that have begun."""
+        async with self._rig.running(WORKERS) as (address, _, gateway):
+            before = gateway.memory_info().rss
+            async with self._rig.grpc_streams(address, IDLE) as clients:
+                for worker in self._rig.workers:
+                    await worker.step()
+                await clients.counts.until(lambda: clients.counts.messages == IDLE)
+                rss = gateway.memory_info().rss
+        self._note("idle", rss / 2**20, "MiB", streams=IDLE, start_mib=round(before / 2**20))
+
+    async def _fed(self, ahead: int) -> Span:
+        """gRPC streams; workers are up to so many steps ahead of them."""
+        async with (
+            self._rig.running(WORKERS) as (address, cpu, _),
+            self._rig.grpc_streams(address) as clients,
+            Feed(self._rig.workers, clients.counts, ahead=ahead),
+        ):
+            return await spanned(self._seconds, cpu, clients.counts)
+
+    def _rates(self, measure: str, span: Span, count: int, unit: str, peer: str | None = None) -> None:
+        self._note(
+            measure,
+            count / span.seconds,
+            unit,
+            peer=peer,
+            per_cpu_second=round(count / span.cpu),
+            core_share=round(span.cpu / span.seconds, 3),
+            client_share=round(span.own / span.seconds, 3),
+            tokens_a_message=round(span.tokens / max(1, span.messages), 2),
+        )
+
+    def _note(
+        self,
+        measure: str,
+        value: float,
+        unit: str,
+        *,
+        p99: float | None = None,
+        peer: str | None = None,
+        **more: object,
+    ) -> None:
+        self._record.add(
+            "gateway", value, unit, p99=p99, peer=peer, measure=measure, streams=more.pop("streams", STREAMS),
+            workers=WORKERS, figures=more,
+        )  # fmt: skip
+        tail = f", p99 {p99:g}" if p99 is not None else ""
+        print(f"{measure}{f' ({peer})' if peer else ''}: {value:,.2f} {unit}{tail} {more}", flush=True)
+
+
+MEASURES = ("bare", "messages", "coalesced", "events", "latency", "idle")
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """The measures that were asked for, in order."""
+    with tempfile.TemporaryDirectory(prefix="gateway-") as name:
+        folder = Path(name) / "bench"
+        folder.mkdir()
+        bench = Bench(arguments.core, folder, arguments.seconds, Recorder("gateway", arguments.out))
+        for measure in arguments.only.split(",") if arguments.only else MEASURES:
+            await getattr(bench, measure)()
+
+
+def main() -> None:
+    """The command."""
+    cores = sorted(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each measure")
+    parser.add_argument("--core", type=int, default=cores[0], help="the gateway's")
+    parser.add_argument("--only", default="", help=",".join(MEASURES))
+    parser.add_argument("--out", type=Path, help="another file for the figures")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {core for core in cores if core != arguments.core} or set(cores))
+    uvloop.run(run(arguments))
+
+
+if __name__ == "__main__":
+    main()
