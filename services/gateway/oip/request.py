@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,16 @@ class InferRequest:
             return 0
         return self.fields.logprobs
 
+    @property
+    def counted(self) -> bool:
+        """Whether the prompt's tokens must be known before it runs."""
+        return "num_input_tokens" in self.outputs or self.fields.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: Sequence[int], most: int) -> list[int]:
+        """Its last tokens, as many as are wanted; `most`: as many as -1 means. InvalidRequest."""
+        with plain_refusals():
+            return self.fields.truncated(ids, most)
+
     def generation(self, source: Input, timeout_s: float | None, traceparent: str) -> GenerationRequest:
         """`timeout_s`: left until the deadline of the call. InvalidRequest."""
         limits = [limit for limit in (timeout_s, self.timeout_s) if limit is not None]
@@ -62,9 +72,11 @@ class InferRequest:
             stopping=self.fields.stopping(self.fields.max_tokens),
             logprobs=self.logprobs,
             n=self.fields.n,
+            skip_special_tokens=self.fields.skip_special_tokens,
             request_id=self.id or secrets.token_hex(8),
             timeout_s=min(limits, default=None),
             traceparent=traceparent,
+            priority=self.fields.priority,
             cache_salt=self.fields.cache_salt.encode(),
         )
 

@@ -16,7 +16,8 @@ TAKEN = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "logit_bias", "bad_words"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids", "banned_token_ids"),
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("n", "logprobs", "cache_salt", "structured_outputs"),
+        *("n", "logprobs", "structured_outputs", "skip_special_tokens", "truncate_prompt_tokens"),
+        *("priority", "cache_salt"),
     )
 )
 """Of the fields that doors share: those that mean something here."""

@@ -139,8 +139,9 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             self._model.check_name(asked.model)
             source: Input = TextInput(asked.text)
             prompt_tokens = 0
-            if "num_input_tokens" in asked.outputs:
-                source = TokenInput(await self._lifecycle.tokenize(asked.model, source))
+            if asked.counted:
+                whole = await self._lifecycle.tokenize(asked.model, source)
+                source = TokenInput(asked.truncated(whole, self._model.max_input))
                 prompt_tokens = len(source.ids)
             reply = Reply(
                 asked,

@@ -104,9 +104,12 @@ async def test_every_parameter_reaches_the_workers(tiny_llama_dir: Path) -> None
         "n": 2,
         "logprobs": 1,
         "cache_salt": "pepper",
+        "priority": 3,
+        "truncate_prompt_tokens": 2,
     }
     as_text = {k: v if isinstance(v, str) or k == "stop" else json.dumps(v) for k, v in given.items()}
     flat = {k: (v if isinstance(v, (int, float, str)) else json.dumps(v)) for k, v in given.items()}
+    prompt = Tokenizer.from_dir(tiny_llama_dir).encode("hello")
     async with cluster(tiny_llama_dir, *pair()) as it:
         for request in (
             infer(sampling=given),
@@ -128,6 +131,7 @@ async def test_every_parameter_reaches_the_workers(tiny_llama_dir: Path) -> None
                 assert (params.max_tokens, params.min_tokens, list(params.stop_token_ids)) == (9, 4, [30])
                 assert (params.ignore_eos, params.logprobs, submit.samples) == (True, 1, 2)
                 assert (submit.cache_salt, submit.traceparent) == (b"pepper", TRACE)
+                assert (submit.priority, list(submit.prompt_ids)) == (3, prompt[-2:])
                 assert 0 < submit.timeout_ms <= 61_000
             assert len(submits) == 4
 
@@ -140,6 +144,14 @@ async def test_defaults_are_the_backend_s(tiny_llama_dir: Path) -> None:
         assert not params.HasField("logprobs")
         await stub(it).ModelInfer(infer(parameters={"timeout": 50_000_000, "priority": 0, "sequence_id": 0}))
         assert 0 < it.worker("d0").submits[1].timeout_ms <= 50_000
+
+
+async def test_special_tokens_can_be_part_of_the_text(tiny_llama_dir: Path) -> None:
+    special = Tokenizer.from_dir(tiny_llama_dir).token_text(1)
+    async with cluster(tiny_llama_dir, *pair(tokens=[10, 1, 11])) as it:
+        for skip in (True, False):
+            response = await stub(it).ModelInfer(infer(sampling={"skip_special_tokens": skip, "max_tokens": 3}))
+            assert (special in (read_output(response, "text_output") or [""])[0]) is not skip
 
 
 async def test_stop_strings_end_the_text(tiny_llama_dir: Path) -> None:
@@ -277,6 +289,10 @@ BAD: dict[str, tuple[pb.ModelInferRequest, grpc.StatusCode, str]] = {
     "a prompt in a stream": (
         infer(stream=True, exclude_input_in_output=False), Code.INVALID_ARGUMENT, "exclude_input_in_output"
     ),
+    "nothing left": (
+        infer(parameters={"truncate_prompt_tokens": 0}), Code.INVALID_ARGUMENT, "parameters.truncate_prompt_tokens"
+    ),
+    "priority": (infer(parameters={"priority": 1 << 40}), Code.INVALID_ARGUMENT, "parameters.priority"),
     "sequence": (infer(parameters={"sequence_id": 5}), Code.INVALID_ARGUMENT, "parameters.sequence_id"),
 }  # fmt: skip
 
