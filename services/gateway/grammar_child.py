@@ -49,6 +49,7 @@ def main(folder: Path, parent: int) -> None:
         _tell(f"outputs cannot be constrained: {error.message}")
         return
     _limit_memory()
+    _silence()
     _tell("")
     for line in sys.stdin:
         asked = json.loads(line)
@@ -59,6 +60,12 @@ def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _silence() -> None:
+    """A library's last words may hold what a request says."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stderr.fileno())
 
 
 def _tell(error: str) -> None:

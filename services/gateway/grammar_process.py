@@ -1,14 +1,18 @@
 """The gateway's end of a `grammar_child` process."""
 
 import asyncio
-import contextlib
 import json
+import logging
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 from ...engine.request import Constraint
 from ...errors import ConfigError, TwostrokeError
+
+log = logging.getLogger(__name__)
 
 START_S = 60.0  # for Python, the libraries and the vocabulary
 COMPILE_S = 5.0
@@ -23,18 +27,21 @@ class GrammarProcess:
         """`folder`: the model's."""
         self._folder = folder
         self._compile_s = compile_s
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def verdict(self, constraint: Constraint) -> str:
-        """Why it cannot be used; empty: it can. TwostrokeError where no process could be started.
+        """Why it cannot be used; empty: it can. TwostrokeError where no process could be started, ConfigError where
+        nothing can be used with this model.
 
         When it is cancelled, or over time, the process is killed.
         """
-        process = await self._ready()
+        if self._process is None or self._process.poll() is not None:  # somebody may have ended it
+            await self._start()
         question = json.dumps({"kind": int(constraint.kind), "text": constraint.text}) + "\n"
         try:
             async with asyncio.timeout(self._compile_s):
-                answer = await self._ask(process, question.encode())
+                return await self._ask(question.encode())
         except TimeoutError:
             await self.kill()
             return f"the constraint cannot be used: it takes longer than {self._compile_s:g} s to compile"
@@ -44,51 +51,57 @@ class GrammarProcess:
         except BaseException:
             await self.kill()
             raise
-        return answer
 
-    async def _ready(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        await self.kill()
+    async def _start(self) -> None:
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", CHILD, str(self._folder), str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,  # a library's last words may hold what a request says
-                limit=MAX_LINE,
-                start_new_session=True,
-            )  # fmt: skip
             async with asyncio.timeout(START_S):
-                problem = await self._read(process)
+                await self.kill()
+                await self._spawn()
+                problem = await self._ask(b"")
         except BaseException as error:
-            await self.kill()
-            if isinstance(error, OSError | TimeoutError | ValueError | EOFError):
-                raise TwostrokeError("the process that compiles constraints could not be started") from error
-            raise
+            code = await self.kill()
+            if not isinstance(error, OSError | TimeoutError | ValueError | EOFError):
+                raise
+            log.error("the process that compiles constraints could not be started: %r (exit code %s)", error, code)
+            raise TwostrokeError("the process that compiles constraints could not be started") from error
         if problem:
             await self.kill()
             raise ConfigError(problem)
-        return process
 
-    async def _ask(self, process: asyncio.subprocess.Process, question: bytes) -> str:
-        if process.stdin is None:
+    async def _spawn(self) -> None:
+        """By `subprocess`, whose child never runs between fork and exec: gRPC's handlers of a fork would crash it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", CHILD, str(self._folder), str(os.getpid())]
+            try:
+                self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)  # noqa: ASYNC220
+            except OSError:
+                ours.close()
+                raise
+        try:
+            self._streams = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        except BaseException:
+            ours.close()
+            raise
+
+    async def _ask(self, question: bytes) -> str:
+        if self._streams is None:
             raise EOFError
-        process.stdin.write(question)
-        await process.stdin.drain()
-        return await self._read(process)
-
-    async def _read(self, process: asyncio.subprocess.Process) -> str:
-        line = await process.stdout.readline() if process.stdout is not None else b""
+        reader, writer = self._streams
+        writer.write(question)
+        await writer.drain()
+        line = await reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
         return str(json.loads(line)["error"])
 
-    async def kill(self) -> None:
-        """Ends it at once."""
-        process, self._process = self._process, None
+    async def kill(self) -> int | None:
+        """Ends it at once. Returns its exit code."""
+        process, streams = self._process, self._streams
+        self._process = self._streams = None
+        if streams is not None:
+            streams[1].close()
         if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await asyncio.shield(process.wait())
+            return None
+        process.kill()
+        return await asyncio.shield(asyncio.to_thread(process.wait))

@@ -123,6 +123,25 @@ async def test_who_leaves_ends_what_waits_and_what_is_too_many_is_refused(tiny_l
         await checks.stop()
 
 
+async def test_a_process_that_somebody_ended_is_replaced(tiny_llama_dir: Path) -> None:
+    """What it was not asked is not its fault."""
+    checks = ConstraintChecks(tiny_llama_dir, processes=1)
+    try:
+        await checks.check(GOOD[0])
+        (child,) = children()
+        child.kill()
+        psutil.wait_procs([child], timeout=10)
+        await checks.check(GOOD[1])
+        assert children() != [child]
+    finally:
+        await checks.stop()
+
+
+def children() -> list[psutil.Process]:
+    """The processes that compile."""
+    return [child for child in psutil.Process().children() if "grammar_child" in " ".join(child.cmdline())]
+
+
 async def test_stopping_leaves_no_process(tiny_llama_dir: Path) -> None:
     checks = ConstraintChecks(tiny_llama_dir, processes=1)
     waiting = asyncio.create_task(checks.check(GOOD[0]))
@@ -130,4 +149,4 @@ async def test_stopping_leaves_no_process(tiny_llama_dir: Path) -> None:
     await checks.stop()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not [child for child in psutil.Process().children() if "grammar_child" in " ".join(child.cmdline())]
+    assert not children()
