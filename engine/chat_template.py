@@ -96,11 +96,6 @@ class ChatTemplate:
                                  field=_FIELD)  # fmt: skip
         return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()  # else the template trims
 
-    def shows(self, messages: Sequence[Mapping[str, Any]], key: str, options: ChatOptions = PLAIN) -> bool:
-        """Whether this member of these messages makes a difference."""
-        without = [{name: value for name, value in message.items() if name != key} for message in messages]
-        return self._render(messages, options) != self._render(without, options)
-
     def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         template = self._tool_template if options.tools else self._template
         parts: list[str] = []

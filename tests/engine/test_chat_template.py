@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from twostroke.engine.chat_template import ChatOptions, ChatTemplate
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.errors import ConfigError, InvalidRequest
+
+from ..tool_models import TOOL_MODELS
 
 Messages = list[dict[str, str]]
 
@@ -73,6 +76,91 @@ def test_what_templates_use(reference: PreTrainedTokenizerBase, source: str, mes
             messages, chat_template=source, tokenize=False, add_generation_prompt=prompt
         )
         assert template.render(messages, ChatOptions(add_generation_prompt=prompt)) == expected
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "é", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź", "days": 1}}}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sun", "tool_call_id": "c", "name": "weather"},
+]
+TOOL_TEMPLATES = [
+    *(model.template for form, model in TOOL_MODELS.items() if form != "mistral"),
+    "{% for m in messages %}{{ m | tojson }}{% endfor %}{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}",
+    "{% if custom is defined %}{% set tools = custom %}{% endif %}{{ tools }}{{ documents }}{{ style }}",
+]
+
+
+@pytest.mark.parametrize("source", TOOL_TEMPLATES)
+@pytest.mark.parametrize("tools", [(), (WEATHER,)])
+def test_tools_and_variables_as_transformers_has_them(
+    reference: PreTrainedTokenizerBase, source: str, tools: tuple[dict[str, Any], ...]
+) -> None:
+    variables = {"style": "terse", "documents": [{"text": "x"}], "enable_thinking": False}
+    expected = reference.apply_chat_template(
+        CALLED, chat_template=source, tokenize=False, tools=list(tools) or None, add_generation_prompt=True, **variables
+    )
+    template = ChatTemplate(source, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
+    assert template.render(CALLED, ChatOptions(tools, variables)) == expected
+
+
+@pytest.mark.parametrize("last", ["So far", " spaced \n", "<|im_end|>", "é", "So"])
+@pytest.mark.parametrize("source", [None, "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"])
+def test_the_last_message_is_gone_on_with(
+    smollm2: Tokenizer, reference: PreTrainedTokenizerBase, source: str | None, last: str
+) -> None:
+    messages = [{"role": "user", "content": "So far"}, {"role": "assistant", "content": last}]
+    expected = reference.apply_chat_template(
+        messages, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    template = smollm2.template if source is None else ChatTemplate(source, {})
+    assert template is not None
+    assert template.render(messages, GOING_ON) == expected
+
+
+GOING_ON = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_that_drops_the_last_message() -> None:
+    with pytest.raises(InvalidRequest, match="does not show the last message") as caught:
+        ChatTemplate("{{ messages[0].content }}", {}).render([{"content": "a"}, {"content": "b"}], GOING_ON)
+    assert caught.value.field == "input.chat"
+
+
+def test_what_a_template_looks_for() -> None:
+    source = (
+        "{% set ns = namespace(n=0) %}{% macro f(x) %}{{ x }}{{ inner }}{% endmacro %}{{ f(bos_token) }}"
+        "{% for m in messages %}{{ loop.index }}{{ m.name }}{% endfor %}{{ raise_exception if add_generation_prompt }}"
+        "{% if enable_thinking is defined %}{{ strftime_now('%Y') }}{% endif %}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert (template.variables, template.takes_tools) == ({"inner", "enable_thinking"}, False)
+    assert ChatTemplate("{{ tools }}{{ documents }}", {}).takes_tools
+    assert ChatTemplate("{{ tools }}{{ documents }}", {}).variables == {"documents"}
+
+
+def test_a_template_for_conversations_with_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}{{ style }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_dir(tmp_path)
+    assert template is not None
+    assert (template.takes_tools, template.source) == (True, "{{ tools }}{{ style }}")
+    message = [{"role": "user", "content": "hi"}]
+    assert template.render(message) == "plain"
+    assert template.render(message, ChatOptions((WEATHER,), {"style": "x"})) == f"{[WEATHER]}x"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    other = ChatTemplate.from_dir(tmp_path)
+    assert other is not None
+    assert not other.takes_tools
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].type }}")
+    third = ChatTemplate.from_dir(tmp_path)
+    assert third is not None
+    assert (third.render(message), third.render(message, ChatOptions((WEATHER,)))) == ("file", "function")
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,20 @@ async def test_chat_goes_through_the_template(tiny_llama_dir: Path) -> None:
         assert list(answer.token_ids) == expected
 
 
+async def test_special_tokens_are_text_only_where_they_are_asked_for(tiny_llama_dir: Path) -> None:
+    workers = [StandIn(role, name, Script(tokens=[10, 1, 11])) for role, name in (("prefill", "p0"), ("decode", "d0"))]
+    async with cluster(tiny_llama_dir, *workers) as it:
+        for told, mark in (
+            ({}, ""),
+            ({"skip_special_tokens": True}, ""),
+            ({"skip_special_tokens": False}, "<|im_start|>"),
+        ):
+            pieces = await it.collect(text_request("x", **told))
+            assert token_ids(pieces) == [10, 1, 11, 2]
+            decode = it.gateway.lifecycle.model.tokenizer.token_text
+            assert "".join(piece.text for piece in pieces) == decode(10) + mark + decode(11)
+
+
 async def test_tokenize(tiny_llama_dir: Path) -> None:
     tokenizer = Tokenizer.from_dir(tiny_llama_dir)
     async with cluster(tiny_llama_dir) as it:
