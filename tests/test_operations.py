@@ -40,7 +40,9 @@ def test_variables_and_commands() -> None:
     ["waiting for worker", "not met in", "refused: ", "no prefill worker: decode workers compute prompts themselves",
      "requests cannot be served: no decode worker", "killing it", "its death cannot be proven from here",
      "requests are cut", "takes an address that is free", "no gateway answers at",
-     "requests are being served already",
+     "requests are being served already", "tokens are to be computed for requests that came before",
+     "keep the workers busy for about", "that it may have", "more urgent requests took its place",
+     "too many wrong keys came from this address",
      "the client reads too slowly", "did not arrive whole"],
 )  # fmt: skip
 def test_lines_that_processes_say(words: str) -> None:
