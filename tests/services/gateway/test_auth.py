@@ -22,7 +22,7 @@ class Tokens:
     def check(self, token: str) -> Bearer:
         if token != "a.b.c":
             raise Unauthenticated("the token is not valid")
-        return Bearer("acme", True)
+        return Bearer("acme", True, Limits(max_requests=5, requests_per_minute=6))
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def test_two_credentials_are_one_too_many(path: Path) -> None:
 
 def test_tokens_beside_keys_and_alone(path: Path) -> None:
     key = key_in(path, max_requests=2)
-    both, alone = Authenticator(path, Tokens()), Authenticator(None, Tokens(), default=Limits(max_requests=7))
+    both, alone = Authenticator(path, Tokens()), Authenticator(None, Tokens(), default=Limits(7, 7, 8))
     of_file = Limits(max_requests=2)
     assert both.authenticate([("authorization", f"Bearer {key}")]) == Tenant("acme", False, of_file)
-    assert both.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, of_file)
-    assert alone.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, Limits(max_requests=7))
+    assert both.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, Limits(2, 6))
+    assert alone.authenticate([("authorization", "Bearer a.b.c")]) == Tenant("acme", True, Limits(5, 6, 8))
     for auth in (both, alone):
         with pytest.raises(Unauthenticated):
             auth.authenticate([("authorization", f"Bearer {new_key('acme')[0]}")])

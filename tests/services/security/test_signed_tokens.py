@@ -4,6 +4,7 @@ import base64
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from twostroke.errors import ConfigError, PermissionDenied, Unauthenticated
+from twostroke.services.security.limits import Limits
 from twostroke.services.security.signed_tokens import INVALID, Bearer, Expected, SignedTokens
 
 EXPECTED = Expected("twostroke", "https://login.example/")
@@ -178,6 +180,18 @@ def test_another_claim_and_the_admin_s_scope(path: Path) -> None:
         assert not checks.check(token(org="o1", scope=scope)).admin
     nobody = SignedTokens(path, Expected("twostroke", "https://login.example/", "org", ""))
     assert not nobody.check(token(org="o1", scope="")).admin
+
+
+def test_a_token_may_hold_its_tenant_s_limits(path: Path, tokens: SignedTokens) -> None:
+    limits = {"max_requests": 3, "output_tokens_per_minute": 900, "priority": -1}
+    assert tokens.check(token(twostroke_limits=limits)).limits == Limits(**limits)
+    assert tokens.check(token(twostroke_limits={})).limits == Limits()
+    for wrong in ({"max_request": 3}, {"max_requests": "3"}, {"max_requests": -1}, {"priority": True}, [3], "x", 7):
+        with pytest.raises(PermissionDenied, match="'twostroke_limits'"):
+            tokens.check(token(twostroke_limits=wrong))
+    for claim, found in (("quota", Limits(max_requests=1)), ("", Limits())):
+        checks = SignedTokens(path, replace(EXPECTED, limits_claim=claim))
+        assert checks.check(token(twostroke_limits="x", quota={"max_requests": 1})).limits == found
 
 
 def test_keys_are_replaced(path: Path) -> None:
