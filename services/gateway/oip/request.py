@@ -33,6 +33,7 @@ class InferRequest:
 
     model: str
     id: str  # the caller's, perhaps empty
+    request_id: str  # the same, or drawn: for logs
     text: str
     stream: bool
     prepend: bool  # the prompt comes back in front of its answers
@@ -73,7 +74,7 @@ class InferRequest:
             logprobs=self.logprobs,
             n=self.fields.n,
             skip_special_tokens=self.fields.skip_special_tokens,
-            request_id=self.id or secrets.token_hex(8),
+            request_id=self.request_id,
             timeout_s=min(limits, default=None),
             traceparent=traceparent,
             priority=self.fields.priority,
@@ -113,6 +114,7 @@ def read_request(message: pb.ModelInferRequest) -> InferRequest:
     return InferRequest(
         model=message.model_name,
         id=message.id,
+        request_id=message.id or secrets.token_hex(8),
         text=_text(bytes(inputs["text_input"])),
         stream=stream,
         prepend=not exclude,

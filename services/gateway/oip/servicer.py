@@ -13,7 +13,7 @@ from ....oip import grpc_service_pb2_grpc
 from ...security.tenant import Tenant, serve_as
 from ..generation import Input, Piece, TextInput, TokenInput
 from ..http.logprobs import TokenNames
-from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left
+from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left, uninterrupted
 from ..lifecycle import Lifecycle
 from .infer_stream import InferStream, Write
 from .reply import Reply
@@ -94,8 +94,7 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         asked = read_request(request)
         if asked.stream:
             raise Unsupported("ModelInfer gives one response: send stream to ModelStreamInfer", field="stream")
-        if asked.id:
-            context.set_trailing_metadata(((REQUEST_ID_KEY, asked.id),))
+        context.set_trailing_metadata(((REQUEST_ID_KEY, asked.request_id),))
         responses: list[pb.ModelInferResponse] = []
 
         async def send(reply: Reply) -> None:
@@ -122,8 +121,17 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
             await self._generate(asked, context, send, note if asked.stream else _ignore)
 
+        begun = False
+
+        async def put(message: pb.ModelStreamInferResponse) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await uninterrupted(context.send_initial_metadata(()))
+            await context.write(message)
+
         limits = self._limits
-        stream = InferStream(run, context.write, slow_reader_s=limits.slow_reader_s, keep_alive_s=limits.keep_alive_s)
+        stream = InferStream(run, put, slow_reader_s=limits.slow_reader_s, keep_alive_s=limits.keep_alive_s)
         await stream.serve(requests)
 
     async def _generate(

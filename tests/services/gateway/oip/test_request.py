@@ -26,7 +26,7 @@ def test_a_plain_request() -> None:
     assert (read.raw, read.empty_final, read.timeout_s, read.logprobs) == (False, False, None, None)
     made = read.generation(TextInput("é"), None, "")
     assert (made.input, made.timeout_s, made.n, made.stopping.max_tokens) == (TextInput("é"), None, 1, 16)
-    assert made.request_id
+    assert len(made.request_id) == 16
     assert read_request(infer(id="mine")).generation(TextInput(""), 1.0, "t").request_id == "mine"
 
 

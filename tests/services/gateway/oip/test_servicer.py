@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 from google.rpc import error_details_pb2
 
 from twostroke import __version__
@@ -344,6 +345,27 @@ async def test_deadlines(tiny_llama_dir: Path) -> None:
             assert both.errors["x"] == "the deadline passed"
             assert texts(both.responses["x"][:-1])  # what came before
         await it.idle()
+
+
+@pytest.mark.parametrize("mute_after", [0, 3])
+async def test_a_cancel_frees_everything(tiny_llama_dir: Path, mute_after: int) -> None:
+    async with cluster(tiny_llama_dir, *pair(mute_after=mute_after)) as it:
+        call = stub(it).ModelInfer(infer())
+        await until(lambda: len(it.worker("d0").submits) == 1)
+        call.cancel()
+        await it.idle()
+
+
+async def test_requests_have_names_in_logs(tiny_llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with cluster(tiny_llama_dir, *pair()) as it:
+        for name in ("mine", ""):
+            call = stub(it).ModelInfer(infer("hush hush", id=name))
+            assert (await call).id == name
+            told = dict(await call.trailing_metadata())["x-request-id"]
+            assert told == name or (not name and len(told) == 16)
+            assert f"request {told}, answer 0" in caplog.text
+    assert "hush" not in caplog.text
 
 
 async def test_a_full_gateway_says_when_to_come_back(tiny_llama_dir: Path) -> None:
