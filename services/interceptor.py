@@ -70,7 +70,7 @@ def code_of(error: TwostrokeError) -> grpc.StatusCode:
 
 def status_of(error: TwostrokeError) -> status_pb2.Status:
     """The rich status: ErrorInfo always, BadRequest where a field is named, RetryInfo where a time is known."""
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN)]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)]
     message = error.message[:MAX_DETAILS]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
@@ -87,7 +87,7 @@ def status_of(error: TwostrokeError) -> status_pb2.Status:
     return status
 
 
-def _reason(error: TwostrokeError) -> str:
+def reason_of(error: TwostrokeError) -> str:
     """HandoverExpired -> HANDOVER_EXPIRED."""
     name = type(error).__name__
     return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).upper()

@@ -112,6 +112,8 @@ class Client:
         call = self.start(request, timeout_s)
         try:
             async for piece in call:
+                if piece.HasField("error"):  # the status says it too
+                    continue
                 measured.note(len(piece.token_ids), piece.sample)
                 yield piece
         except grpc.aio.AioRpcError as error:

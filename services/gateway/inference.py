@@ -5,6 +5,7 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from itertools import count, islice
 from typing import Any, TypeAlias
 
@@ -12,10 +13,11 @@ import grpc.aio
 
 from ...engine.check_controls import MAX_LISTED
 from ...engine.request import Constraint, ConstraintKind, PromptLogprobs
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, TwostrokeError
 from ...v1 import inference_pb2 as pb
 from ...v1 import inference_pb2_grpc
 from ..durations import microseconds
+from ..interceptor import ABORT_S, MAX_DETAILS, code_of, reason_of, unexpected
 from .generation import (
     ChatInput,
     Finish,
@@ -29,6 +31,7 @@ from .generation import (
     TokenInput,
     Turn,
 )
+from .guard import SlowReader
 from .keep_alive import KeepAlive
 from .lifecycle import Lifecycle
 from .router import Role
@@ -75,8 +78,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         plain = read_request(
             request, request_id, time_left(context.time_remaining()), metadata(context, TRACEPARENT_KEY)
         )
-        async with KeepAlive(write, places.sign, self._keep_alive_s) as stream:
-            await self._lifecycle.generate(plain, send)
+        try:
+            async with KeepAlive(write, places.sign, self._keep_alive_s) as stream:
+                await self._lifecycle.generate(plain, send)
+        except grpc.aio.BaseError:
+            raise
+        except Exception as error:
+            if context.cancelled() or context.done():
+                raise
+            told = error if isinstance(error, TwostrokeError) else unexpected(error, "Generate")
+            if begun and not isinstance(told, SlowReader):
+                await last_word(context, write_error(told, places))
+            raise told from error
 
     async def Tokenize(  # noqa: N802 - gRPC's name
         self, request: pb.TokenizeRequest, context: TokenizeContext
@@ -122,6 +135,13 @@ class Places:
         """A message without tokens, of the first answer that goes on."""
         sample = next(number for number in count() if number not in self._ended)
         return pb.GenerateResponse(sample=sample, first_index=self._next.get(sample, 0))
+
+
+async def last_word(context: GenerateContext, message: pb.GenerateResponse) -> None:
+    """To a client that still reads: the status comes in any case."""
+    with suppress(Exception):
+        async with asyncio.timeout(ABORT_S):
+            await context.write(message)
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
@@ -257,6 +277,15 @@ def write_piece(piece: Piece) -> pb.GenerateResponse:
         message.prompt_logprobs.extend(write_prompt_logprobs(piece.prompt_logprobs))
     if piece.finish is not None:
         message.finish.CopyFrom(write_finish(piece.finish))
+    return message
+
+
+def write_error(error: TwostrokeError, places: Places) -> pb.GenerateResponse:
+    """The call's status, in-band: not everybody sees statuses of calls that have begun."""
+    message = places.sign()
+    message.error.CopyFrom(
+        pb.StreamError(code=code_of(error).value[0], message=error.message[:MAX_DETAILS], reason=reason_of(error))
+    )
     return message
 
 

@@ -695,6 +695,7 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """/ Index of the first of `token_ids` in the output, counted from 0."""
     text: _builtins.str
@@ -721,6 +722,12 @@ class GenerateResponse(_message.Message):
         / from the second on.
         """
 
+    @_builtins.property
+    def error(self) -> Global___StreamError:
+        """/ Present in the last message of a call that fails after its first message. The call's status says the same and more;
+        / not everybody sees it, as who turns gRPC into HTTP has nowhere to put it by then.
+        """
+
     def __init__(
         self,
         *,
@@ -731,16 +738,52 @@ class GenerateResponse(_message.Message):
         finish: Global___Finish | None = ...,
         sample: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        error: Global___StreamError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish", b"_finish", "error", b"error", "finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish", "first_index", b"first_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish", b"_finish", "error", b"error", "finish", b"finish", "first_index", b"first_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish) -> _WhichOneofReturnType__finish | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class StreamError(_message.Message):
+    """/ Why a call failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """/ The gRPC code of the call's status (8: RESOURCE_EXHAUSTED, 14: UNAVAILABLE, ...)."""
+    message: _builtins.str
+    """/ The message of the call's status."""
+    reason: _builtins.str
+    """/ As in the status's ErrorInfo: `OVERLOADED`, `UNAVAILABLE`, `DEADLINE_EXCEEDED`, ..."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamError: _TypeAlias = StreamError  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -1,0 +1,132 @@
+"""A native stream that fails after its first message says so in-band, then by its status."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from twostroke.errors import Unavailable
+from twostroke.services.client.client import Client, Measured
+from twostroke.services.gateway.answer import Answer
+from twostroke.v1 import inference_pb2 as pb
+from twostroke.v1 import worker_pb2 as wpb
+
+from ..cluster import cluster, refusal, text_request
+from ..stand_in_worker import Script, StandIn
+
+Code = grpc.StatusCode
+
+
+def worker(**script: Any) -> StandIn:
+    return StandIn("both", "w0", Script(**script))
+
+
+async def read(call: Any) -> tuple[list[pb.GenerateResponse], grpc.aio.AioRpcError | None]:
+    """All messages, and how it failed."""
+    pieces: list[pb.GenerateResponse] = []
+    try:
+        while isinstance(piece := await call.read(), pb.GenerateResponse):
+            pieces.append(piece)
+    except grpc.aio.AioRpcError as error:
+        return pieces, error
+    return pieces, None
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        ("FAILURE_CODE_INVALID", Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        ("FAILURE_CODE_DEADLINE", Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+        ("FAILURE_CODE_INTERNAL", Code.INTERNAL, "TWOSTROKE_ERROR"),
+    ],
+)
+async def test_the_last_message_says_what_the_status_says(
+    tiny_llama_dir: Path, fault: str, code: grpc.StatusCode, reason: str
+) -> None:
+    fail = (wpb.FailureCode.Value(fault), "it went wrong")
+    async with cluster(tiny_llama_dir, worker(mute_after=5, fail=fail), max_attempts=1) as it:
+        pieces, error = await read(it.stub.Generate(text_request()))
+        assert error is not None
+        assert error.code() is code
+        *before, last = pieces
+        assert [token for piece in before for token in piece.token_ids] == list(range(10, 15))
+        assert not any(piece.HasField("error") or piece.HasField("finish") for piece in before)
+        assert (last.error.code, last.error.message, last.error.reason) == (code.value[0], error.details(), reason)
+        assert (last.first_index, list(last.token_ids), last.text) == (5, [], "")
+        assert not last.HasField("finish")
+        await it.idle()
+
+
+async def test_one_that_fails_before_its_first_message_has_a_status_alone(tiny_llama_dir: Path) -> None:
+    fail = (wpb.FAILURE_CODE_DEADLINE, "it went wrong")
+    async with cluster(tiny_llama_dir, worker(mute_after=0, fail=fail)) as it:
+        pieces, error = await read(it.stub.Generate(text_request()))
+        assert not pieces
+        assert error is not None
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        await it.idle()
+
+
+async def test_a_fault_of_ours_is_told_without_what_it_says(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Answer.piece
+
+    def broken(self: Answer, tokens: Any, *rest: Any) -> Any:
+        if self._count > 0:
+            raise ValueError("a prompt's words")
+        return whole(self, tokens, *rest)
+
+    monkeypatch.setattr(Answer, "piece", broken)
+    async with cluster(tiny_llama_dir, worker(pause_s=0.01)) as it:
+        pieces, error = await read(it.stub.Generate(text_request()))
+        assert error is not None
+        assert error.code() is Code.INTERNAL
+        assert pieces[-1].error.message == error.details() == "internal error (ValueError)"
+        await it.idle()
+
+
+async def test_a_gateway_that_stops_says_so(tiny_llama_dir: Path) -> None:
+    async with cluster(tiny_llama_dir, worker(mute_after=3)) as it:
+        call = it.stub.Generate(text_request(n=2, max_tokens=20))
+        first = await call.read()
+        assert isinstance(first, pb.GenerateResponse)
+        it.gateway.lifecycle.end_all(Unavailable("the gateway is shutting down", retry_after_s=1))
+        pieces, error = await read(call)
+        assert error is not None
+        assert error.code() is Code.UNAVAILABLE
+        assert (pieces[-1].error.code, pieces[-1].error.reason) == (14, "UNAVAILABLE")
+        await it.idle()
+
+
+async def test_our_client_raises_the_status_and_yields_no_message_of_it(tiny_llama_dir: Path) -> None:
+    fail = (wpb.FAILURE_CODE_DRAINING, "it drains")
+    async with (
+        cluster(tiny_llama_dir, worker(mute_after=4, fail=fail), replay_wait_s=0.1) as it,
+        Client(it.address) as client,
+    ):
+        pieces: list[pb.GenerateResponse] = []
+
+        async def ask() -> None:
+            async for piece in client.generate(text_request(), None, Measured()):
+                pieces.append(piece)
+
+        with pytest.raises(Unavailable, match="it drains"):
+            await ask()
+        assert [list(piece.token_ids) for piece in pieces if not piece.token_ids] == []
+        assert [token for piece in pieces for token in piece.token_ids] == list(range(10, 14))
+        await it.idle()
+
+
+async def test_a_cancelled_stream_leaves_nothing(tiny_llama_dir: Path) -> None:
+    async with cluster(tiny_llama_dir, worker(mute_after=3)) as it:
+        call = it.stub.Generate(text_request(), timeout=0.3)
+        pieces, error = await read(call)
+        assert pieces
+        assert error is not None
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        await it.idle()
+        assert (await refusal(it.collect(text_request(), timeout=0.2))).code() is Code.DEADLINE_EXCEEDED
+        await it.idle()
