@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +42,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_FLOAT: FLOATS,
     FieldDescriptor.TYPE_UINT32: whole(32),
     FieldDescriptor.TYPE_UINT64: whole(64),
+    FieldDescriptor.TYPE_SINT32: st.one_of(st.integers(-3, 3), st.integers(-(2**31), 2**31 - 1)),
 }
 
 
@@ -102,14 +104,15 @@ def _ending(call: Any, stop: int) -> grpc.StatusCode:
     return code
 
 
-async def test_any_request_has_a_documented_end(launch: Launch, tiny_dir) -> None:
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+async def test_any_request_has_a_documented_end(launch: Launch, tiny_dir, examples: int) -> None:
     """Generated over the whole schema: new fields are met without a change here."""
     async with launch("--model", str(tiny_dir), "--kv-memory", "8MiB", "--log-level", "warning") as stack:
         caller = Caller(stack.address)
         deadlines = st.sampled_from([60.0, 60.0, 60.0, 0.02, 0.0])
         asked = st.lists(st.tuples(requests(), st.integers(0, 40), deadlines), min_size=1, max_size=6)
 
-        @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(asked)
         def check(asked: list[tuple[pb.GenerateRequest, int, float]]) -> None:
             caller.together(asked)

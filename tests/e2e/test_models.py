@@ -10,7 +10,7 @@ from ..tiny import make_tokenizer
 from ..tiny_models import MODELS, VOCAB, add_tokenizer, greedy_departures, make_model
 from .harness import Launch
 
-QUICK = ("gemma3", "phi3", "qwen2-window")
+QUICK = ("gemma3", "phi3")
 LENGTHS = (1, 9, 40, 150, 211)  # shorter and longer than the windows
 TOKENS = 32
 FLAGS = ("--dtype", "float32", "--kv-memory", "16MiB", "--token-budget", "48")

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from .harness import Launch, Stack
 
 FLAGS = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-memory", "32MiB")
@@ -41,6 +43,7 @@ async def cached_pages(stack: Stack) -> dict[str, int]:
     return {worker["name"]: worker["cached_pages"] for worker in json.loads(output)}
 
 
+@pytest.mark.slow
 async def test_a_chat_hits_more_often_than_at_random(launch: Launch, tiny_dir: Path) -> None:
     shares, answers = {}, {}
     for routing in ("prefix", "random"):
@@ -59,7 +62,7 @@ async def test_a_chat_hits_more_often_than_at_random(launch: Launch, tiny_dir: P
 
 
 async def test_a_restarted_gateway_learns_what_workers_have(launch: Launch, tiny_dir: Path) -> None:
-    """It knows nothing of who was sent what; it is told by the workers."""
+    """It knows nothing of who was sent what; it is told by the workers. A chat then hits what they have."""
     chance = random.Random(9)
     prompts = [[chance.randrange(3, 250) for _ in range(330)] for _ in range(6)]
     async with launch("--model", str(tiny_dir), *FLAGS) as stack:
@@ -75,3 +78,6 @@ async def test_a_restarted_gateway_learns_what_workers_have(launch: Launch, tiny
         again = [(await stack.client.tokens(prompt, max_tokens=4)).finish for prompt in prompts]
         assert [finish.prefill_worker for finish in again] == before
         assert all(finish.usage.cached_tokens >= 320 for finish in again)
+        share, _ = await chat(stack)
+        assert share > 0.7
+        await stack.whole()
