@@ -13,8 +13,8 @@ from twostroke.errors import Mismatch, Unavailable
 from twostroke.services.gateway.fleet import Fleet
 from twostroke.services.gateway.inbox import Failed, Gone, Inbox, Output
 from twostroke.services.gateway.router import Role
-from twostroke.services.gateway.wire_gateway import make_submit
 from twostroke.services.gateway.turns import Turns
+from twostroke.services.gateway.wire_gateway import make_submit
 from twostroke.services.gateway.worker_client import PATIENCE_S, WorkerClient, _ending, _write
 from twostroke.services.gateway.worker_session import WorkerSession
 from twostroke.services.grpc_setup import open_channel
