@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2
 
 from twostroke.v1 import inference_pb2
 
-from .gateways.proxies import CONFIGURATIONS, KINDS, Kind, replaced
+from .gateways.kinds import CONFIGURATIONS, KINDS, Kind, replaced
 
 ROOT = Path(__file__).parent.parent
 README = (CONFIGURATIONS / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ from twostroke.services.supervisor.machine import free_ports
 from ..e2e.harness import Stack, launched
 from ..services.certificates import Authority, Pair
 from ..tiny import make_tiny_llama
-from .proxies import KINDS, Kind, Proxy, program, proxied
+from .kinds import KINDS, Kind, program
+from .proxy import Proxy, proxied
 
 CONTEXT = 16_384
 MOST = 300  # requests at once

@@ -19,7 +19,8 @@ from twostroke.v1 import inference_pb2 as pb
 from ..e2e.harness import Stack, token_request
 from ..services.certificates import Pair
 from .conftest import needs
-from .proxies import KINDS, Proxy, proxied
+from .kinds import KINDS
+from .proxy import Proxy, proxied
 from .test_proxies import LONG, PROMPT, SECOND_FAILS, long_request, runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]

@@ -20,7 +20,7 @@ from ..raw_http2 import connected
 from ..services.certificates import Authority
 from ..services.cluster import detail, field_of, refusal, retry_s
 from .conftest import MOST, ProxyOf
-from .proxies import Proxy
+from .proxy import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 Code = grpc.StatusCode
@@ -240,8 +240,6 @@ async def test_statuses_of_http_go_through_unchanged(stack: Stack, proxy: Proxy,
 
 
 async def test_a_stream_outlives_a_reload(stack: Stack, proxy: Proxy, authority: Authority) -> None:
-    if not proxy.kind.reload:
-        pytest.skip(f"{proxy.kind.name} takes new files by its own protocols only")
     async with proxy.client(tls=authority.path.read_bytes()) as client, sdk(proxy.http) as http:
         call = client.call(long_request())
         messages = aiter(call)
