@@ -94,6 +94,7 @@ def unary(seen: Any, wanted: dict[str, str]) -> None:
     assert (seen["id"], text, reason, tokens) == ("one", wanted["a"], "length", 20)
     assert -100 < likelihood < 0
     assert seen["with_prompt"] == seen["later"] == PROMPTS["a"] + wanted["a"]
+    assert seen["choice"] in ("crimson", "turquoise")
     assert len(set(seen["several"])) == 2
     assert seen["named"] == ["num_output_tokens"]
 

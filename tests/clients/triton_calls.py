@@ -79,7 +79,10 @@ def unary(client: Any, _: str) -> Any:
     client.async_infer(MODEL, inputs(PROMPTS["a"]), callback=lambda result, error: waiting.put((result, error)))
     later, error = waiting.get(timeout=60)
     assert error is None, error
+    choice = {**GREEDY, "guided_decoding": json.dumps({"choice": ["crimson", "turquoise"]})}
+    constrained = inputs("My favourite colour is", truth("exclude_input_in_output"), sampling=choice)
     return {
+        "choice": told(client.infer(MODEL, constrained)),
         "id": result.get_response().id,
         "outputs": [told(result, name) for name in names],
         "with_prompt": told(plain),
