@@ -51,8 +51,7 @@ _SIGNS = (  # the first that a template holds
     ("func_name1(", "pythonic"),
     ("<|python_start|>", "pythonic"),
     ("<|python_tag|>", "llama"),
-    ('"parameters":', "llama"),
-    ("'parameters':", "llama"),
+    ('"parameters": dictionary', "llama"),
 )
 
 

@@ -21,9 +21,6 @@ class MistralParser(ArrayParser):
         self._head = ""
         self._step = self._read_head
 
-    def _closed(self) -> None:
-        self._go(self._read_text)
-
     def _read_head(self, character: str) -> None:
         """What stands between the marker and the call."""
         if not self._head.strip() and character == "[":

@@ -37,12 +37,13 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), VALUES) | st.lists(VALUES), SPACES, st.booleans())
 def test_objects_and_arrays_end_with_their_bracket(value: Any, indent: int | None, ascii_only: bool) -> None:
     assert whole(json.dumps(value, indent=indent, ensure_ascii=ascii_only))
 
 
+@settings(deadline=None)
 @given(st.text(alphabet='{}[]",:.-+eE0123456789tfn\\u \n', max_size=12))
 def test_what_is_no_json_is_told(text: str) -> None:
     """Everything that begins like an object or array: followed to a whole value just where Python reads one."""

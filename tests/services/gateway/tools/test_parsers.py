@@ -46,6 +46,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("hermes", f"<tool_call>{J1}</tool_call>\n<tool_call>\n{J2}\n</tool_call>\n", TWO),
     ("hermes", f"Let me see.\n\n<tool_call>{J1}</tool_call> Done.", [Text("Let me see."), *ONE, Text("Done.")]),
     ("hermes", f"<tool_call>{J1}", ONE),
+    ("hermes", f"<tool_call>[{J1}, {J2}]</tool_call>", TWO),
+    ("phi4", f"<|tool_call|>{J1}<|/tool_call|>", ONE),
     ("hermes", f"<tool_call>{J1} and", [*ONE, Text("and")]),
     ("hermes", f"<tool_call><tool_call>{J1}</tool_call>", [Text("<tool_call>"), *ONE]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ONE),
@@ -143,6 +145,7 @@ def test_a_call_that_breaks_off(form: str, head: str, arguments: str, rest: str)
     assert events[3:] == ([Text(rest)] if rest else [])
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from([(form, text) for form, text, _ in CASES] + NO_CALLS))
 def test_how_a_text_is_cut_does_not_matter(data: st.DataObject, case: tuple[str, str]) -> None:
     form, text = case
@@ -161,6 +164,7 @@ SHREDS = st.lists(
 ).map("".join)  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), SHREDS, st.integers(1, 7))
 @example("hermes", f" <tool_call> <tool_call>{J1[:-3]}", 3)
 def test_any_text_cut_anyhow(form: str, text: str, width: int) -> None:
@@ -201,7 +205,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
     st.dictionaries(st.from_regex("[a-z]{1,5}", fullmatch=True), VALUES, max_size=4),
