@@ -19,15 +19,24 @@ class Detokenizer:
     byte tokens for vocabularies with byte fallback, whose decoder judges a run of bytes as a whole).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, shown: Collection[int] = ()) -> None:
-        """`skip_special`: special tokens, such as the end of text, add nothing, but for those that are `shown`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        shown: Collection[int] = (),
+        strip_space: bool = True,
+    ) -> None:
+        """`skip_special`: special tokens, such as the end of text, add nothing, but for those that are `shown`.
+        `strip_space`: the space that SentencePiece puts before a text is left out; without it the text is the tokens'
+        bytes."""
         self._texts: TokenTexts = tokenizer.texts
         self._hidden = tokenizer.special_ids.difference(shown) if skip_special else frozenset[int]()
         self._joiner: _Joiner
         if self._texts.joining is Joining.BYTE_LEVEL:
             self._joiner = _Bytes()
         elif self._texts.joining is Joining.BYTE_FALLBACK:
-            self._joiner = _ByteRuns(self._texts.strips_space)
+            self._joiner = _ByteRuns(strip_space and self._texts.strips_space)
         else:
             self._joiner = _Window(tokenizer)
 

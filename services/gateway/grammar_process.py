@@ -74,7 +74,9 @@ class GrammarProcess:
         with theirs:
             command = [sys.executable, "-m", CHILD, str(self._folder), str(os.getpid())]
             try:
-                self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)  # noqa: ASYNC220
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+                )  # noqa: ASYNC220
             except OSError:
                 ours.close()
                 raise

@@ -165,7 +165,11 @@ class Lifecycle:
     def _new_answer(self, job: Job, arrival: float, sample: int) -> Answer:
         request, stopping = job.request, job.request.stopping
         return Answer(
-            self.model.text_stream(skip_special=request.skip_special_tokens, shown=request.shown_tokens),
+            self.model.text_stream(
+                skip_special=request.skip_special_tokens,
+                shown=request.shown_tokens,
+                verbatim=request.sampling.constraint is not None,
+            ),
             stopping.strings,
             prompt_tokens=len(job.prompt_ids),
             seed=job.params.seed,

@@ -116,10 +116,14 @@ class ServedModel:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode)
 
-    def text_stream(self, *, skip_special: bool = True, shown: Sequence[str] = ()) -> TextStream:
-        """Of an answer. `skip_special`: special tokens are no text, but for those that `shown` names."""
+    def text_stream(
+        self, *, skip_special: bool = True, shown: Sequence[str] = (), verbatim: bool = False
+    ) -> TextStream:
+        """Of an answer. `skip_special`: special tokens are no text, but for those that `shown` names. `verbatim`: the
+        tokens' bytes and nothing else, which is what a constraint speaks of."""
         ids = self.special_ids(shown)
-        return self.detokenizer(skip_special=skip_special, shown=ids) if ids or not skip_special else self.detokenizer()
+        options: dict[str, Any] = {"skip_special": skip_special, "shown": ids} if ids or not skip_special else {}
+        return self.detokenizer(**options, **({"strip_space": False} if verbatim else {}))
 
     def stop_texts(self, request: GenerationRequest) -> dict[int, str]:
         """Of each stop token, what its text stream leaves out: the whole text of a special one, else nothing."""

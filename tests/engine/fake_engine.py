@@ -6,6 +6,7 @@ from typing import Any
 
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
+from twostroke.engine.grammars import Grammars
 from twostroke.engine.request import (
     ChunkProgress,
     FinishReason,
@@ -21,10 +22,22 @@ from twostroke.engine.request import (
     sample_keys,
 )
 
+from .byte_vocabulary import byte_vocabulary
 from .fake_runner import FakeRunner, LazyRunner, expected_tokens, next_token
 
 VOCAB = 997
-PARAMS = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs")
+PARAMS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "min_tokens",
+    "constraint",
+)
 
 
 class Clock:
@@ -64,6 +77,7 @@ class FakeEngine:
             vocab_size=VOCAB,
             eos_token_ids=eos,
             cache_root=b"fake",
+            grammars=Grammars(byte_vocabulary(VOCAB), VOCAB, frozenset({0})),
             clock=self.clock,
         )
         self.requests: dict[SequenceKey, Request] = {}

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from twostroke.engine.batch import UNSEEN, Computed, Launched, LayerHook, Row
-from twostroke.engine.request import SequenceKey, Token
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.engine.batch import UNSEEN, Computed, Launched, LayerHook, NextTokens, Row
+from twostroke.engine.request import NO_TOKEN, SequenceKey, Token
 
 NEVER_WRITTEN = -1
 
@@ -16,6 +19,31 @@ def next_token(context: Sequence[int], vocab_size: int, sample: int = 0) -> int:
     content = b"".join(token.to_bytes(8, "little", signed=True) for token in context)
     content += sample.to_bytes(4, "little") if sample else b""
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") % vocab_size
+
+
+def drawn(context: Sequence[int], vocab_size: int, sample: int, matching: NextTokens | None) -> int:
+    """`next_token`, among those that are allowed."""
+    token = next_token(context, vocab_size, sample)
+    if matching is None:
+        return token
+    ids = allowed_ids(matching.allowed())
+    return ids[token % len(ids)] if ids else NO_TOKEN
+
+
+def allowed_ids(words: npt.NDArray[np.int32]) -> list[int]:
+    """The tokens of a mask."""
+    bits: list[int] = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    return bits
+
+
+class Fixed:
+    """A mask as it was when it was asked for. Implements `NextTokens`."""
+
+    def __init__(self, words: npt.NDArray[np.int32]) -> None:
+        self._words = words.copy()
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        return self._words
 
 
 def expected_tokens(
@@ -68,7 +96,7 @@ class FakeRunner:
             assert hook is not None
             hook(layer, progress)
         return [
-            Token(next_token(self.read(row.pages, row.start + len(row.token_ids)), self.vocab_size, sample))
+            Token(drawn(self.read(row.pages, row.start + len(row.token_ids)), self.vocab_size, sample, row.matching))
             for row in rows
             if row.sample
             for sample in range(row.key.sample, row.key.sample + row.samples)
@@ -136,7 +164,10 @@ class LazyRunner(FakeRunner):
     def compute(self, until: "LazyStep | None" = None) -> None:
         """All steps on their way, in their order, up to this one."""
         while self.on_the_way and (until is None or until.result is None):
+            if until is None and not self.on_the_way[0].drawn:
+                return  # its forward pass has no part in what is copied
             step = self.on_the_way.popleft()
+            assert step.drawn, "constrained rows are computed before they were drawn for"
             for row in step.rows:
                 if row.token_ids == [UNSEEN]:
                     row.token_ids = [self.last[row.key]]
@@ -158,7 +189,15 @@ class LazyStep:
         self.rows = rows
         self.hook = hook
         self.result: list[Token] | None = None
+        self.drawn = not any(row.matching is not None for row in rows)
         self._runner = runner
+
+    def draw(self) -> None:
+        assert not self.drawn
+        self.drawn = True
+        for row in self.rows:
+            if row.matching is not None:
+                row.matching = Fixed(row.matching.allowed())
 
     def tokens(self) -> list[Token]:
         self._runner.compute(self)
