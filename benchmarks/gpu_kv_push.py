@@ -149,33 +149,28 @@ class Run:
                     src = dst = torch.arange(1, count + 1)
                 sources = [source.address + int(page) * source.page_bytes for page in src]
                 targets = [pusher.pool.address + int(page) * source.page_bytes for page in dst]
-                nbytes = source.page_bytes
-
-                def launch(targets: list[int] = targets, sources: list[int] = sources, nbytes: int = nbytes) -> None:
-                    source.launch(targets, sources, nbytes)
-
-                values.append(source.measure(launch, nbytes * count))
+                values.append(source.measure(targets, sources, source.page_bytes))
             self.add("speed", values, "GB/s", GOALS["speed"], context=context, pages=name)
 
     def host(self, pusher: Pusher, context: int) -> None:
-        """Microseconds of a layer that starting copies takes, all of it; the first ones of a step are counted apart."""
+        """Microseconds that starting copies takes, all of it, over the layers of a prompt."""
         count = context // self.args.page_size
-        first: list[float] = []
-        others: list[float] = []
-        for repeat in range(self.args.repeats + 3):
-            pusher.tickets += 1
-            order = torch.randperm(pusher.source.pages - 1)[:count].add(1).tolist()
-            src, dst = tuple(order), tuple(reversed(order))
-            for number, (end, layers) in enumerate(pusher.stretches.items()):
+        for name in ("scattered", "in a row"):
+            took: list[float] = []
+            for repeat in range(self.args.repeats + 3):
+                pusher.tickets += 1
+                order = torch.randperm(pusher.source.pages - 1)[:count].add(1).tolist()
+                src, dst = tuple(order), tuple(reversed(order))
+                if name == "in a row":
+                    src = dst = tuple(range(1, count + 1))
                 begun = time.perf_counter()
-                pusher.source.written(end)
-                pusher.push(end, src, dst)
-                took = (time.perf_counter() - begun) * 1e6 / len(layers)
+                for end in pusher.stretches:
+                    pusher.source.written(end)
+                    pusher.push(end, src, dst)
                 if repeat >= 3:
-                    (others if number else first).append(took)
-            pusher.settle()
-        self.add("host, a layer", others, "us", GOALS["host"], context=context)
-        self.add("host, a layer of the first stretch", first, "us", context=context)
+                    took.append((time.perf_counter() - begun) * 1e6 / pusher.source.layers)
+                pusher.settle()
+            self.add("host, a layer", took, "us", GOALS["host"], context=context, pages=name)
 
     def prefill(self, bench: Bench, pusher: Pusher, contexts: list[int]) -> None:
         """What pushing costs a prompt, and what is left of it when the prompt is done."""

@@ -82,8 +82,7 @@ class CudaIpcTransport:
         layers = [number % source.layers for number in range(_PROBE_COPIES)]
         targets = [self._pool.address + layer * self._layer_bytes for layer in layers]
         sources = [source.address + layer * source.layer_bytes for layer in layers]
-        nbytes = source.page_bytes
-        return source.measure(lambda: source.launch(targets, sources, nbytes), nbytes * len(layers))
+        return source.measure(targets, sources, source.page_bytes)
 
     def peer_gone(self) -> None:
         """See `Transport.peer_gone`: copies end whether or not the pool's owner lives."""

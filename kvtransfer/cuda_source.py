@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 Landed: TypeAlias = Callable[[bytes], None]
 """The digests of copies' source pages, layer by layer: the host has seen them completed. On the waiter's thread."""
 
+_MEASURED = 4  # batches
 _HIGH_PRIORITY = -1  # digests of the last layer must not queue up behind what the engine launched after it
 
 
@@ -56,7 +57,7 @@ class CudaSource:
         return self.pages * self.page_bytes
 
     def written(self, layer: int) -> None:
-        """All that a step writes up to that layer, one of `marks.ends`, is launched on the current stream."""
+        """All that a step writes up to that layer is launched on the current stream; see `LayerMarks.written`."""
         self.marks.written(layer)
 
     def push(self, copies: Sequence[Copy], batch: PageBatch, target: LayersAt, landed: Landed) -> None:
@@ -91,22 +92,22 @@ class CudaSource:
 
         self._waiter.add(slot.event, self._slots.seen(slot, layers * pages, landed, "a copy"))
 
-    def measure(self, launch: Callable[[], None], nbytes: int) -> float:
-        """GB/s of what `launch` puts on the current stream to move `nbytes`; of the second time that it does."""
-        with torch.cuda.stream(self.stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            launch()
-            begin.record()
-            launch()
-            end.record()
-            end.synchronize()
-            return nbytes / max(float(begin.elapsed_time(end)) * 1e6, 1.0)
-
-    def launch(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> None:
-        """One batch of copies of `nbytes` each on the current stream; for measurements."""
+    def measure(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> float:
+        """GB/s of a batch of copies of `nbytes` each, once it was launched before; some times, for a launch alone takes
+        the host about as long as a small batch takes the device.
+        """
         rows = np.array([targets, sources, [nbytes] * len(targets)], np.uint64)
         places = [row.ctypes.data for row in rows]
-        self._copy(places[0], places[1], places[2], len(targets), torch.cuda.current_stream().cuda_stream)
+        with torch.cuda.stream(self.stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            for number in range(1 + _MEASURED):
+                if number == 1:
+                    begin.record()
+                self._copy(places[0], places[1], places[2], len(targets), self.stream.cuda_stream)
+            end.record()
+            end.synchronize()
+            seconds = max(float(begin.elapsed_time(end)) / 1e3, 1e-9)
+            return _MEASURED * nbytes * len(targets) / seconds / 1e9
 
     def synchronize(self) -> None:
         """Waits for all launched copies; raises when the device failed."""

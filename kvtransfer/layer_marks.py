@@ -4,17 +4,18 @@ from bisect import bisect_left
 
 import torch
 
-_STRETCHES = 4  # that a step's layers are told of in
+_STRETCHES = 5  # that a step's layers are told of in
 
 
 def stretch_ends(layers: int, most: int = _STRETCHES) -> tuple[int, ...]:
-    """The last layer of each stretch of layers whose pages leave together: `most` stretches of about the same length.
+    """The last layer of each stretch of layers whose pages leave together: `most` of them, each half as long as the one
+    before, so that little is left to be sent after the last.
 
     A layer's pages are sent in a hundredth of the time that it is computed in, so what is held back costs nothing; what
     every launch costs the host does, because the host launches a short prompt's layers hardly faster than they run.
     """
-    count = min(layers, most)
-    return tuple(layers * (index + 1) // count - 1 for index in range(count))
+    halves = {layers - (layers >> count) - 1 for count in range(1, most)}
+    return tuple(sorted(end for end in {*halves, layers - 1} if end >= 0))
 
 
 class LayerMarks:
@@ -29,10 +30,10 @@ class LayerMarks:
             self._events = [torch.cuda.Event(blocking=True) for _ in self.ends]  # type: ignore[no-untyped-call]
 
     def written(self, layer: int) -> None:
-        """All that the engine's step writes up to that layer, the end of a stretch, is launched on the current stream.
-        The engine's thread.
+        """All that the engine's step writes up to that layer is launched on the current stream; the engine's thread.
+        Enough of the ends: the later one counts of two in a stretch.
         """
-        self._events[self.ends.index(layer)].record()
+        self.of(layer).record()
 
     def of(self, layer: int) -> torch.cuda.Event:
         """Happens once the last write of that layer's stretch is computed; at once where there was none. Whoever asks

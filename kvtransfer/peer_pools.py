@@ -20,10 +20,14 @@ class PeerPools:
     def __init__(self) -> None:
         """None is open."""
         self._transports: dict[int, Transport] = {}
+        self._together: dict[int, LayersTransport] = {}  # those of them that are such: to ask it each time takes long
 
     def add(self, reader: int, transport: Transport) -> None:
         """That reader's pool is open. Another transport than before: it has taken the older one's access back."""
         old, self._transports[reader] = self._transports.get(reader), transport
+        self._together.pop(reader, None)
+        if isinstance(transport, LayersTransport):
+            self._together[reader] = transport
         if old is not None and old is not transport:
             old.peer_gone()
             old.close()
@@ -35,6 +39,7 @@ class PeerPools:
 
     def drop(self, reader: int) -> None:
         """Lets go of a dead reader's pool."""
+        self._together.pop(reader, None)
         if (transport := self._transports.pop(reader, None)) is not None:
             transport.close()
             log.info("closed the pool of %016x", reader)
@@ -44,6 +49,7 @@ class PeerPools:
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        self._together.clear()
 
     def push(self, copies: Sequence[Copy], landed: Landed) -> None:
         """Starts copies of the same pages in layers that follow each other. `landed` comes for all at once, or for one
@@ -51,12 +57,12 @@ class PeerPools:
 
         A failure becomes digests that match nothing: the reader asks anew, or gives up.
         """
-        transport = self._transports.get(copies[0].reader)
-        if isinstance(transport, LayersTransport):
-            _start(transport, copies, landed)
+        reader = copies[0].reader
+        if (together := self._together.get(reader)) is not None:
+            _start(together, copies, landed)
             return
         for copy in copies:
-            _start_one(transport, copy, landed)
+            _start_one(self._transports.get(reader), copy, landed)
 
 
 def _start(transport: LayersTransport, copies: Sequence[Copy], landed: Landed) -> None:

@@ -47,7 +47,7 @@ from .wire_link import PoolOffer
 log = logging.getLogger(__name__)
 
 _WITH_PAGES = (State.RUNNING, State.HELD)
-_PROGRESS_S = 0.001  # while a step is waited for, readers are told no more often than this what has landed
+_PROGRESS_S = 0.005  # within a step, readers are told no more often than this what was done at once
 
 
 @dataclass(slots=True)
@@ -295,9 +295,9 @@ class PrefillHandover:
         return [instruction for told in at_once for instruction in self._landed(*told)]
 
     def _copied(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
-        """The host saw copies completed that were not done at once."""
+        """The host saw copies completed that were not done at once. Readers hear of it: they digest what has landed."""
         self._inbox.engine(lambda: self._reads.end(copy.copy for copy in copies))
-        return self._landed(copies, digests)
+        return [*self._landed(copies, digests), *self.writer.step_ended()]
 
     def _landed(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
         size = len(digests) // len(copies)
