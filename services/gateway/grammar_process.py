@@ -72,11 +72,9 @@ class GrammarProcess:
         """By `subprocess`, whose child never runs between fork and exec: gRPC's handlers of a fork would crash it."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", CHILD, str(self._folder), str(os.getpid())]
+            command, end = [sys.executable, "-m", CHILD, str(self._folder), str(os.getpid())], theirs.fileno()
             try:
-                self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
-                )  # noqa: ASYNC220
+                self._process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)  # noqa: ASYNC220
             except OSError:
                 ours.close()
                 raise
