@@ -44,10 +44,14 @@ async def test_an_error_after_the_first_event_is_told_in_band(tiny_llama_dir: Pa
         stream = await it.sdk.chat.completions.create(model="llama", messages=USER, stream=True)
         chunks = stream.__aiter__()
         assert (await anext(chunks)).choices[0].delta.role == "assistant"
-        told = []
-        with pytest.raises(openai.APIError, match="the deadline passed"):
+        told: list[str | None] = []
+
+        async def read() -> None:
             async for chunk in chunks:
                 told.append(chunk.choices[0].delta.content)
+
+        with pytest.raises(openai.APIError, match="the deadline passed"):
+            await read()
         assert all(told)
         assert 1 <= len(told) <= 5  # tokens that come at once may be one chunk
         plain = await it.refused(PATH, {"messages": USER})
@@ -145,6 +149,32 @@ async def test_a_body_of_unknown_length_is_bounded_too(tiny_llama_dir: Path) -> 
     async with served(tiny_llama_dir, decode(), max_message_bytes=1 << 16) as it:
         response = await it.http.post(PATH, content=chunks(), headers={"content-type": "application/json"})
         assert response.status_code == 413
+
+
+HEAVY = {
+    "lists": b"[" + b",".join([b"[" * 100 + b"]" * 100] * 1500) + b"]",
+    "names": b"{" + b",".join(b'"%d":1' % i for i in range(130_000)) + b"}",
+    "objects": b"[" + b",".join([b"{}"] * 250_000) + b"]",
+    "tokens": b"[" + b",".join([b"1"] * 1_100_000) + b"]",
+}
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+async def test_a_body_that_is_too_much_work_is_refused_before_it_is_parsed(tiny_llama_dir: Path, kind: str) -> None:
+    async with served(tiny_llama_dir, decode()) as it:
+        body = b'{"prompt": %b}' % HEAVY[kind]
+        response = await it.http.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+        assert "values" in response.json()["error"]["message"]
+
+
+async def test_long_texts_and_many_tokens_are_no_such_work(tiny_llama_dir: Path) -> None:
+    async with served(tiny_llama_dir, decode()) as it:
+        for prompt in (json.dumps('say "so", {then}: [go] \n' * 10_000), "[" + ",".join(["7"] * 1_000_000) + "]"):
+            body = b'{"prompt": %b}' % prompt.encode()
+            assert len(body) > 1 << 18
+            response = await it.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # Clients that leave
