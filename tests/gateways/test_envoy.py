@@ -98,6 +98,7 @@ async def test_grpc_web(stack: Stack, http: httpx2.AsyncClient) -> None:
     async with web(http, token_request(PROMPT, max_tokens=5, **SECOND_FAILS)) as response:
         messages, trailers = answer(await response.aread())
     assert messages[0].token_ids == SECOND_FAILS["allowed_token_ids"]
+    assert messages[-1].error.code == INVALID
     assert int(trailers["grpc-status"]) == INVALID
 
 
@@ -188,16 +189,16 @@ async def test_a_deadline_in_json(stack: Stack, http: httpx2.AsyncClient) -> Non
 
 
 async def test_an_error_after_the_first_event(stack: Stack, http: httpx2.AsyncClient) -> None:
-    """The stream ends before an event with `finish`, which is how a client knows."""
-    body = asked(sampling=SECOND_FAILS)
+    """Is the last event: the status itself has no place in a response that has begun."""
     pieces = []
-    try:
-        async with http.stream("POST", "/twostroke/v1/generate", json=body) as response:
+    async with http.stream("POST", "/twostroke/v1/generate", json=asked(sampling=SECOND_FAILS)) as response:
+        try:
             async for piece in events(response):
                 pieces.append(piece)
-    except httpx2.HTTPError:
-        pass
+        except httpx2.HTTPError:
+            pass
     assert pieces[0]["token_ids"] == SECOND_FAILS["allowed_token_ids"]
+    assert (pieces[-1]["error"]["code"], pieces[-1]["error"]["reason"]) == (INVALID, "INVALID_REQUEST")
     await stack.whole()
 
 

@@ -99,8 +99,10 @@ async def test_an_error_after_the_first_message(proxy: Proxy) -> None:
         call = client.call(token_request(PROMPT, max_tokens=9, **SECOND_FAILS))
         messages = aiter(call)
         assert list((await first_of(messages)).token_ids) == SECOND_FAILS["allowed_token_ids"]
+        last = await anext(messages)
+        assert (last.error.code, last.error.reason) == (Code.INVALID_ARGUMENT.value[0], "INVALID_REQUEST")
         error = await refusal(anext(messages))
-        assert error.code() is Code.INVALID_ARGUMENT
+        assert (error.code(), error.details()) == (Code.INVALID_ARGUMENT, last.error.message)
         assert detail(error, error_details_pb2.ErrorInfo).reason == "INVALID_REQUEST"
     async with sdk(proxy.http) as client_:
         stream = await client_.chat.completions.create(**CHAT, stream=True, extra_body=SECOND_FAILS)
