@@ -12,7 +12,8 @@ from twostroke.smg import common_pb2
 from twostroke.smg import vllm_engine_pb2 as pb
 from twostroke.smg.vllm_engine_pb2_grpc import VllmEngineStub
 
-from .harness import Launch, Stack
+from ..services.engine_fuzz import fuzz
+from .harness import Launch, Stack, token_request
 
 FLAGS = ("--threads", "1", "--dtype", "float32", "--kv-memory", "16MiB")
 PAGE = 16
@@ -99,6 +100,27 @@ async def aborts(stack: Stack, stub: VllmEngineStub) -> None:
     await stack.whole()
 
 
+async def scores(stack: Stack, stub: VllmEngineStub, prompt: list[int]) -> None:
+    """Log-probabilities of prompt and answer are those of the native API."""
+    wanted = token_request(prompt, max_tokens=3)
+    wanted.logprobs = wanted.prompt_logprobs = 2
+    native = await stack.client.generate(wanted)
+    asked = request(prompt, max_tokens=3, logprobs=2, prompt_logprobs=2)
+    messages = [message async for message in stub.Generate(asked)]
+    first = messages[0].chunk
+    asked.stream = False
+    [whole] = [message.complete async for message in stub.Generate(asked)]
+    assert first.input_logprobs == whole.input_logprobs
+    told = whole.input_logprobs
+    assert list(told.token_ids) == prompt
+    assert not told.token_logprobs[0].HasField("value")
+    own = [entry for message in native.messages for entry in message.prompt_logprobs]
+    assert [each.value for each in told.token_logprobs[1:]] == [entry.logprob for entry in own]
+    assert [list(each.token_ids) for each in told.top_logprobs[1:]] == [[t.token_id for t in e.top] for e in own]
+    entries = [entry for message in native.messages for entry in message.logprobs]
+    assert list(whole.output_logprobs.token_logprobs) == [entry.logprob for entry in entries]
+
+
 async def test_a_router_s_calls(launch: Launch, tiny_dir: Path) -> None:
     async with launch("--model", str(tiny_dir), *FLAGS) as stack:
         stub = VllmEngineStub(stack.client.channel)
@@ -111,6 +133,7 @@ async def test_a_router_s_calls(launch: Launch, tiny_dir: Path) -> None:
         await index.until(prompt + told, 144)  # the last token has no KV, and the page before it is not full
         again = await tokens(stub, request([*prompt, 3], max_tokens=2))
         assert again[1].cached_tokens == 96
+        await scores(stack, stub, prompt)
         await aborts(stack, stub)
         loads = await stub.GetLoads(pb.GetLoadsRequest())
         async with asyncio.timeout(10):
@@ -158,3 +181,13 @@ async def test_the_caches_are_followed_through_evictions_and_deaths(launch: Laun
         await tokens(stub, request(prompts[3], max_tokens=4))
         await fresh.until(prompts[3], 320)
         fresh.call.cancel()
+
+
+@pytest.mark.slow
+async def test_any_request(launch: Launch, tiny_dir: Path) -> None:
+    """Generated messages and aborts; every page comes back."""
+    flags = ("--threads", "1", "--dtype", "float32", "--kv-memory", "4MiB", "--model", str(tiny_dir))
+    async with launch(*flags) as stack:
+        seen = await asyncio.to_thread(fuzz, stack.address, 150, 60.0, scored=True)
+        assert seen["OK"] > 50, seen
+        await stack.whole()
