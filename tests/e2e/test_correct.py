@@ -15,6 +15,7 @@ from .harness import Client, Launch
 from .texts import ALL
 
 TOKENS = 64
+OTHER_FLAGS = (("--token-budget", "48", "--page-size", "32"), ("--prefill", "0", "--decode", "0", "--both", "1"))
 FLAGS = ("--dtype", "float32")
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
 
@@ -22,11 +23,13 @@ DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
 class Part(NamedTuple):
     """How much of the comparison is done; the prompts by index in `ALL`."""
 
-    tokens: int  # of each request but the first ones
+    first: int  # tokens of each of the first requests
+    tokens: int  # of each other request
     warm: int
     seeded: int
     alone: tuple[int, ...]
     elsewhere: tuple[int, ...]
+    flags: tuple[tuple[str, ...], ...]  # of the stacks elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def greedy_departures(reference, prompt: Sequence[int], output: Sequence[int]) -
 
 
 async def all_at_once(
-    client: Client, prompts: Sequence[Sequence[int]], tokens: int = TOKENS, **options: object
+    client: Client, prompts: Sequence[Sequence[int]], tokens: int, **options: object
 ) -> list[list[int]]:
     """Every prompt's output tokens, all requests running together."""
     answers = await asyncio.gather(*(client.tokens(prompt, max_tokens=tokens, **options) for prompt in prompts))
@@ -73,9 +76,9 @@ async def compared(launch: Launch, model: Path, prompts: list[list[int]], refere
     short = part.tokens
     async with launch("--model", str(model), *FLAGS) as stack:
         client = stack.client
-        together = await all_at_once(client, prompts)
+        together = await all_at_once(client, prompts, part.first)
         for prompt, output in zip(prompts, together, strict=True):
-            assert len(output) == TOKENS
+            assert len(output) == part.first
             assert greedy_departures(reference, prompt, output) == []
         warm = await all_at_once(client, prompts[-part.warm :], short)
         assert warm == first(together[-part.warm :], short)
@@ -88,7 +91,7 @@ async def compared(launch: Launch, model: Path, prompts: list[list[int]], refere
         lone = await client.tokens(prompts[3], max_tokens=short, **DRAWN)
         assert lone.token_ids == seeded[3]
         await stack.whole()
-    for flags in (("--token-budget", "48", "--page-size", "32"), ("--prefill", "0", "--decode", "0", "--both", "1")):
+    for flags in part.flags:
         async with launch("--model", str(model), *FLAGS, *flags) as stack:
             chosen = await all_at_once(stack.client, [prompts[i] for i in part.elsewhere], short)
             assert chosen == first([together[i] for i in part.elsewhere], short)
@@ -99,14 +102,15 @@ async def compared(launch: Launch, model: Path, prompts: list[list[int]], refere
 
 @pytest.mark.timeout(400)
 async def test_greedy_and_seeded_outputs(launch: Launch, smollm2_dir, prompts, reference) -> None:
-    """All prompts against transformers for 64 tokens; a few of them, cut short, in other company."""
-    part = Part(tokens=12, warm=2, seeded=5, alone=(0, 20), elsewhere=(0, 9, 20, 22))
+    """All prompts against transformers for 32 tokens; a few of them, cut short, in other company."""
+    part = Part(32, tokens=12, warm=2, seeded=5, alone=(0, 20), elsewhere=(0, 9, 20, 22), flags=OTHER_FLAGS[:1])
     await compared(launch, smollm2_dir, prompts, reference, part)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_greedy_and_seeded_outputs_at_full_length(launch: Launch, smollm2_dir, prompts, reference) -> None:
-    """The same with every variant at 64 tokens and on more prompts."""
-    part = Part(tokens=TOKENS, warm=6, seeded=16, alone=(0, 9, 23), elsewhere=(0, 5, 9, 13, 17, 20, 22, 23))
+    """The same with every variant at 64 tokens and on more prompts, and in one process too."""
+    more = (0, 5, 9, 13, 17, 20, 22, 23)
+    part = Part(TOKENS, tokens=TOKENS, warm=6, seeded=16, alone=(0, 9, 23), elsewhere=more, flags=OTHER_FLAGS)
     await compared(launch, smollm2_dir, prompts, reference, part)
