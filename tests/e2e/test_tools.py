@@ -18,6 +18,7 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
     "tools": [WEATHER, {"type": "function", "function": {"name": "now"}}],
 }
+BOTH = ("--prefill", "0", "--decode", "0", "--both", "1")
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -88,7 +89,7 @@ async def refused(sdk: AsyncOpenAI) -> None:
 
 async def test_a_model_that_must_call_a_tool(launch: Launch, tmp_path: Path) -> None:
     model = make_tool_model(tmp_path / "model", "hermes")
-    async with launch("--model", str(model), *FLAGS) as stack, client(stack) as sdk:
+    async with launch("--model", str(model), *FLAGS, *BOTH) as stack, client(stack) as sdk:
         await forced(sdk)
         await asked(sdk)
         await refused(sdk)
@@ -96,8 +97,8 @@ async def test_a_model_that_must_call_a_tool(launch: Launch, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [form for form in TOOL_MODELS if form != "hermes"])
-async def test_every_form(launch: Launch, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", TOOL_MODELS)
+async def test_every_form_on_two_workers(launch: Launch, tmp_path: Path, form: str) -> None:
     model = make_tool_model(tmp_path / "model", form)
     async with launch("--model", str(model), *FLAGS) as stack, client(stack) as sdk:
         await forced(sdk)

@@ -148,20 +148,19 @@ async def test_no_tools_no_calls(models: dict[str, Path]) -> None:
 
 async def test_what_a_model_is_held_to(models: dict[str, Path]) -> None:
     """The grammar goes to the workers; with parallel_tool_calls false there is one call, whatever comes."""
-    for form in TEXTS:
-        async with saying(models[form], TEXTS[form]) as it:
-            named = {"type": "function", "function": {"name": "get_weather"}}
-            for choice in ("required", named):
-                await it.sdk.chat.completions.create(**ASK, tool_choice=choice)  # type: ignore[arg-type]
-                constraint = submits(it)[-1].params.constraint
-                assert constraint.kind == wpb.CONSTRAINT_KIND_GRAMMAR
-                assert '"enum": ["Rome", "Oslo"]' in constraint.text
-            one = (await it.sdk.chat.completions.create(**ASK, parallel_tool_calls=False)).choices[0].message
-            assert shown(one.tool_calls) == [("get_weather", ROME)]
-            assert submits(it)[-1].params.HasField("constraint")
-            schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "Answer"}}}
-            await it.post(PATH, {**ASK, "response_format": schema})
-            assert "Answer" in submits(it)[-1].params.constraint.text
+    async with saying(models["hermes"], TEXTS["hermes"]) as it:
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        for choice in ("required", named):
+            await it.sdk.chat.completions.create(**ASK, tool_choice=choice)  # type: ignore[arg-type]
+            constraint = submits(it)[-1].params.constraint
+            assert constraint.kind == wpb.CONSTRAINT_KIND_GRAMMAR
+            assert '"enum": ["Rome", "Oslo"]' in constraint.text
+        one = (await it.sdk.chat.completions.create(**ASK, parallel_tool_calls=False)).choices[0].message
+        assert shown(one.tool_calls) == [("get_weather", ROME)]
+        assert submits(it)[-1].params.HasField("constraint")
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "Answer"}}}
+        await it.post(PATH, {**ASK, "response_format": schema})
+        assert "Answer" in submits(it)[-1].params.constraint.text
 
 
 async def test_a_conversation_with_calls(models: dict[str, Path]) -> None:

@@ -37,7 +37,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(st.text(), VALUES) | st.lists(VALUES), SPACES, st.booleans())
 def test_objects_and_arrays_end_with_their_bracket(value: Any, indent: int | None, ascii_only: bool) -> None:
     assert whole(json.dumps(value, indent=indent, ensure_ascii=ascii_only))

@@ -145,7 +145,7 @@ def test_a_call_that_breaks_off(form: str, head: str, arguments: str, rest: str)
     assert events[3:] == ([Text(rest)] if rest else [])
 
 
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([(form, text) for form, text, _ in CASES] + NO_CALLS))
 def test_how_a_text_is_cut_does_not_matter(data: st.DataObject, case: tuple[str, str]) -> None:
     form, text = case
@@ -205,7 +205,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
     st.dictionaries(st.from_regex("[a-z]{1,5}", fullmatch=True), VALUES, max_size=4),
