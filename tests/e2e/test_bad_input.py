@@ -95,7 +95,7 @@ async def _malformed_utf8(client: Client) -> None:
 
 async def test_a_client_that_reads_nothing(launch: Launch, tiny_dir) -> None:
     """It holds no page for longer than the answer takes, or loses its stream; neighbours are served meanwhile."""
-    flags = ("--kv-memory", "32MiB", "--stream-buffer-bytes", "4096", "--slow-reader-s", "1")
+    flags = ("--kv-memory", "32MiB", "--stream-buffer-bytes", "65536", "--slow-reader-s", "1")
     async with launch("--model", str(tiny_dir), *flags) as stack:
         silent = [
             stack.client.call(token_request([5, 6, i], max_tokens=1900, temperature=1.0, seed=i)) for i in range(3, 11)
