@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not soak and not gpu
 SUDO ?= $(if $(filter 0,$(shell id -u)),,sudo)
+WORKERS ?= 2
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all soak nixl clients gateways gpu bench-cpu bench-gpu bench-gateway bench-prefix lint protos docs lock clean
@@ -33,8 +35,8 @@ lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## lint, then every test that needs neither a GPU, other people's clients nor long
-	$(PYTEST) -m "$(QUICK)" --ignore tests/clients
+test: lint ## lint, then every test that needs neither a GPU, other people's clients nor long; WORKERS=0: in one process
+	$(PYTEST) -m "$(QUICK)" $(SPREAD) --ignore tests/clients
 
 test-all: lint ## the long ones too
 	$(PYTEST) -m "not soak and not gpu"
