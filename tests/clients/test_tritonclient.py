@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.oip import grpc_service_pb2
+from twostroke.services.gateway.gateway import Gateway, load_model
+from twostroke.services.security.api_keys import new_key
+from twostroke.services.settings import GatewaySettings
 from twostroke.v1 import inference_pb2 as pb
 
 from ..e2e.harness import Launch, Stack
+from ..services.certificates import Authority
+from ..services.cluster import until
+from ..services.stand_in_worker import StandIn
 from .conftest import run
 
 FLAGS = ("--model", "smollm2-135m", "--threads", "1", "--kv-memory", "256MiB")
@@ -23,8 +29,8 @@ class Triton:
     def __init__(self, python: Path, address: str) -> None:
         self._python, self._address = python, address
 
-    async def __call__(self, scenario: str) -> Any:
-        done = await run(self._python, PROGRAM, self._address, scenario)
+    async def __call__(self, scenario: str, *more: str) -> Any:
+        done = await run(self._python, PROGRAM, self._address, scenario, *more)
         assert done.code == 0, done.errors
         return json.loads(done.output)
 
@@ -59,6 +65,34 @@ async def test_messages_are_those_that_the_client_knows(environment: Callable[[s
         assert told == theirs["calls"][method.name]
     for name, message in ours.message_types_by_name.items():
         assert fields(message) == theirs["messages"][name], name
+
+
+async def test_with_certificates_and_keys(tiny_dir: Path, tmp_path: Path, environment: Callable[[str], Path]) -> None:
+    python = environment("tritonclient") / "bin" / "python"
+    ours = Authority(tmp_path, "ours")
+    pair = ours.issue("localhost")
+    key, kept = new_key("acme")
+    (tmp_path / "keys").write_text(kept.line() + "\n")
+    worker = StandIn("both", "w0", model=tiny_dir.name)
+    settings = GatewaySettings(
+        model=str(tiny_dir),
+        listen="localhost:0",
+        workers=[await worker.start()],
+        tls_cert=pair.cert,
+        tls_key=pair.key,
+        api_keys=tmp_path / "keys",
+    )
+    gateway = Gateway(settings, load_model(settings))
+    try:
+        triton = Triton(python, await gateway.start())
+        await until(lambda: gateway.fleet.can_decode)
+        seen = await triton("secured", str(ours.path), key)
+    finally:
+        await gateway.stop()
+        await worker.stop()
+    assert seen["one"] == "hello" + seen["stream"] != "hello"
+    assert seen["keyless"][0] == "StatusCode.UNAUTHENTICATED"
+    assert "no credentials" in seen["keyless"][1]
 
 
 async def test_the_client_against_real_processes(

@@ -1,6 +1,6 @@
 """What a program with Triton's own client does; runs in the environment of that client, which knows nothing of ours.
 
-python triton_calls.py ADDRESS SCENARIO: prints what it saw as JSON.
+python triton_calls.py ADDRESS SCENARIO [AUTHORITY KEY]: prints what it saw as JSON.
 """
 
 import asyncio
@@ -229,8 +229,27 @@ def descriptors(_: Any, __: str) -> Any:
     return {"service": service.full_name, "calls": calls, "messages": messages}
 
 
-def main(address: str, scenario: str) -> None:
+def secured(address: str, authority: str, key: str) -> Any:
+    """With certificates, and a key in the headers: a response, a stream, and what comes without the key."""
+    with triton.InferenceServerClient(address, ssl=True, root_certificates=authority) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        heard = Heard()
+        client.start_stream(callback=heard, headers=headers)
+        client.async_stream_infer("", [text("text_input", "hello"), truth("stream")], request_id="a")
+        heard.listen(1)
+        client.stop_stream()
+        return {
+            "one": told(client.infer("", [text("text_input", "hello")], headers=headers)),
+            "stream": "".join(heard.texts["a"]),
+            "keyless": refusal(lambda: client.infer("", [text("text_input", "hello")])),
+        }
+
+
+def main(address: str, scenario: str, *more: str) -> None:
     """Runs it."""
+    if more:
+        print(json.dumps(secured(address, *more)))
+        return
     found = globals()[scenario]
     with triton.InferenceServerClient(address) as client:
         seen = found(client, address)
