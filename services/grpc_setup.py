@@ -89,8 +89,8 @@ def connection_limits(
     *, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0, silent_s: float = SILENT_S
 ) -> list[Option]:
     """What one connection may have: metadata of a call, calls at once, seconds without a call, seconds in all (after
-    which it takes no new calls); 0 seconds: for ever. A client that says nothing for `silent_s`, and then does not answer
-    a ping for as long, has vanished: its calls are cancelled."""
+    which it takes no new calls); 0 seconds: for ever. A client that says nothing for `silent_s`, and then does not
+    answer a ping for as long, has vanished: its calls are cancelled."""
     silent_ms = round(silent_s * 1000)
     options: list[Option] = [
         ("grpc.max_metadata_size", metadata_bytes),
