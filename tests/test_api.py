@@ -15,6 +15,7 @@ from twostroke.services.gateway.oip.reply import FINAL
 from twostroke.services.gateway.oip.request import EMPTY_FINAL
 from twostroke.services.gateway.oip.sampling_fields import TAKEN, SamplingFields
 from twostroke.services.gateway.oip.tensors import INPUTS, OUTPUTS
+from twostroke.smg import vllm_engine_pb2
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -34,6 +35,13 @@ def test_every_field_of_the_open_inference_protocol() -> None:
     assert {*INPUTS, *OUTPUTS, *TAKEN, *SamplingFields.unsupported, EMPTY_FINAL, FINAL} <= named
     assert {field.name for field in pb.ModelInferRequest.DESCRIPTOR.fields} <= named
     assert {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods} <= named
+
+
+def test_every_field_of_the_engine_protocol() -> None:
+    named = set(re.findall(r"`([A-Za-z_]+)`", next(text for text in SECTIONS if text.startswith("The vLLM engine"))))
+    for message in (vllm_engine_pb2.GenerateRequest, vllm_engine_pb2.SamplingParams):
+        assert {field.name for field in message.DESCRIPTOR.fields} <= named, message
+    assert {method.name for method in vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods} <= named
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.partition("\n")[0])
