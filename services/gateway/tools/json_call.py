@@ -34,11 +34,21 @@ class JsonCall:
         self._scanner = JsonScanner()
         self._key: str | None = None  # whose value is under way; None while a key is
         self._raw: list[str] = []  # of the key or value under way, where it is kept
+        self._held = 0  # characters in it
         self._seen: set[str] = set()
         self._name: str | None = None
         self._arguments: str | None = None  # that came before the name
         self._object = False  # the value under way is one, and streamed once the name is known
         self.begun = False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether what `PLAIN` matches may go to `skip`."""
+        return self._at is _At.INSIDE and self._scanner.in_string
+
+    def skip(self, run: str, told: list[Event]) -> None:
+        """As `feed`, for many characters at once."""
+        self._keep(run, told)
 
     def feed(self, character: str, told: list[Event]) -> bool:
         """Adds to `told`; True with the last character. Malformed where it is none."""
@@ -67,7 +77,7 @@ class JsonCall:
     def _start(self, key: str | None, character: str) -> None:
         """A key, or a value, begins."""
         self._key, self._raw, self._scanner, self._at = key, [character], JsonScanner(), _At.INSIDE
-        self._object = False
+        self._object, self._held = False, 1
         self._scanner.feed(character)
 
     def _begin_value(self, character: str, told: list[Event]) -> None:
@@ -85,11 +95,7 @@ class JsonCall:
     def _inside(self, character: str, told: list[Event]) -> bool:
         fed = self._scanner.feed(character)
         if fed is not Fed.BEFORE:
-            if self._object and self.begun:
-                told.append(Arguments(character))
-            elif self._key is None or self._key == "name" or self._key in ARGUMENTS:
-                self._raw.append(character)
-                demand(len(self._raw) <= MAX_HELD)
+            self._keep(character, told)
             if fed is Fed.MORE:
                 return False
         if self._key is None:
@@ -97,6 +103,14 @@ class JsonCall:
             return False
         self._end_value(told)
         return self._after(character, told) if fed is Fed.BEFORE and character not in _SPACE else False
+
+    def _keep(self, text: str, told: list[Event]) -> None:
+        if self._object and self.begun:
+            told.append(Arguments(text))
+        elif self._key is None or self._key == "name" or self._key in ARGUMENTS:
+            self._raw.append(text)
+            self._held += len(text)
+            demand(self._held <= MAX_HELD)
 
     def _end_key(self) -> None:
         key = json.loads("".join(self._raw))

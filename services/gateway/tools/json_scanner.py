@@ -4,6 +4,8 @@ import re
 from enum import Enum
 
 MAX_DEPTH = 64
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+"""Of a string, what neither ends nor changes it."""
 _SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _NUMBER_CHARACTERS = frozenset("0123456789+-.eE")
@@ -47,6 +49,11 @@ class JsonScanner:
         self._is_key = False  # the string under way
         self._rest = ""  # of a literal; of a number, what there is
         self._digits = 0  # of \u, to come
+
+    @property
+    def in_string(self) -> bool:
+        """Characters of PLAIN change nothing now: they need not be fed."""
+        return self._at is _At.STRING
 
     def feed(self, character: str) -> Fed:
         """Malformed where it cannot follow."""

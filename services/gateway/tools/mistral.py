@@ -5,11 +5,30 @@ from typing import ClassVar
 
 from .array_parser import SPACE, ArrayParser
 from .events import Arguments, CallBegun, CallEnded, Event
-from .json_scanner import Fed, JsonScanner, demand
+from .json_scanner import Fed, JsonScanner, Malformed, demand
 
 BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_NAME = 256  # characters, with the id
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(\[CALL_ID\][A-Za-z0-9_-]*\s*)?(\[ARGS\]\s*)?")
+
+
+class _ArgumentsReader:
+    """An object by itself."""
+
+    def __init__(self) -> None:
+        self._scanner = JsonScanner()
+
+    @property
+    def in_string(self) -> bool:
+        return self._scanner.in_string
+
+    def skip(self, run: str, told: list[Event]) -> None:
+        told.append(Arguments(run))
+
+    def feed(self, character: str, told: list[Event]) -> bool:
+        whole = self._scanner.feed(character) is Fed.WHOLE
+        told += [Arguments(character), CallEnded()] if whole else [Arguments(character)]
+        return whole
 
 
 class MistralParser(ArrayParser):
@@ -27,7 +46,7 @@ class MistralParser(ArrayParser):
             self._read(character, lambda _: None)
             self._step = self._read_element
         elif self._head.strip() and character == "{":
-            self._scanner = JsonScanner()
+            self._arguments = _ArgumentsReader()
             self._step = self._read_arguments
             self._read(character, self._begin_arguments)
         else:
@@ -40,18 +59,14 @@ class MistralParser(ArrayParser):
 
     def _begin_arguments(self, character: str) -> None:
         match = _NAME.fullmatch(self._head)
-        demand(match is not None)
-        self._tell([CallBegun(match[1] if match is not None else "")])
+        if match is None:
+            raise Malformed
+        self._tell([CallBegun(match[1])])
         self._feed_arguments(character)
 
     def _read_arguments(self, character: str) -> None:
         self._read(character, self._feed_arguments)
 
     def _feed_arguments(self, character: str) -> None:
-        fed = self._scanner.feed(character)
-        told: list[Event] = [Arguments(character)]
-        if fed is Fed.WHOLE:
-            told.append(CallEnded())
-        self._tell(told)
-        if fed is Fed.WHOLE:
+        if self._feed(self._arguments, character):
             self._go(self._read_text)

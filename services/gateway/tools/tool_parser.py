@@ -3,13 +3,26 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from .events import CallBegun, CallBroken, CallEnded, Event, Text, joined
-from .json_call import JsonCall
-from .json_scanner import Malformed
+from .json_scanner import PLAIN, Malformed
 
 MAX_SPACE = 64  # characters of white space held back, as they are dropped where a call follows
+
+
+class JsonReader(Protocol):
+    """Of a call, or of its arguments."""
+
+    @property
+    def in_string(self) -> bool:
+        """Whether what `PLAIN` matches may go to `skip`."""
+
+    def feed(self, character: str, told: list[Event]) -> bool:
+        """Adds to `told`; True with the last character. Malformed where it is none."""
+
+    def skip(self, run: str, told: list[Event]) -> None:
+        """As `feed`, for many characters at once."""
 
 
 class ToolParser(ABC):
@@ -27,12 +40,14 @@ class ToolParser(ABC):
     def __init__(self, names: frozenset[str]) -> None:
         """`names`: of the functions that there are."""
         self._names = names
-        self._plain = re.compile(rf"[^\s{re.escape(''.join({marker[0] for marker in self.markers}))}]+")
+        firsts = re.escape("".join({marker[0] for marker in self.markers}))
+        self._plain = re.compile(rf"(?:\s{{0,{MAX_SPACE}}}[^\s{firsts}])+")  # where no call can begin
         self._pending, self._at = "", 0  # text to be read, and how much of it was
         self._step: Callable[[str], None] = self._read_start if self.opening else self._read_text
         self._held = ""  # in text: white space, then perhaps the beginning of a marker
         self._raw: list[str] = []  # in a call: all of it, with the space before
         self._told: list[Event] = []
+        self._json: JsonReader | None = None  # that is under way
         self._open = False  # a call was begun and has not ended
         self._after_call = False  # nothing but white space since one
 
@@ -58,7 +73,7 @@ class ToolParser(ABC):
     # For the formats
 
     def _read(self, character: str, step: Callable[[str], None]) -> None:
-        """One character of a call, by `step`; Malformed: it is none."""
+        """One character of a call (or several that decide nothing), by `step`; Malformed: it is none."""
         self._raw.append(character)
         try:
             step(character)
@@ -66,12 +81,20 @@ class ToolParser(ABC):
             self._raw.pop()
             self._fail("".join(self._raw), character)
 
-    def _feed(self, call: JsonCall, character: str) -> bool:
+    def _feed(self, call: JsonReader, character: str) -> bool:
         """One character of a JSON object; whether it is whole. Malformed."""
         told: list[Event] = []
+        self._json = call
         try:
             return call.feed(character, told)
         finally:
+            self._tell(told)
+
+    def _skip(self, run: str) -> None:
+        """Characters of a string in a JSON object. Malformed."""
+        if self._json is not None:
+            told: list[Event] = []
+            self._json.skip(run, told)
             self._tell(told)
 
     def _tell(self, events: list[Event]) -> None:
@@ -84,7 +107,7 @@ class ToolParser(ABC):
 
     def _go(self, step: Callable[[str], None]) -> None:
         """What was read is settled, whatever comes; `step` reads on."""
-        self._raw, self._step = [], step
+        self._raw, self._step, self._json = [], step, None
 
     # Text
 
@@ -123,7 +146,7 @@ class ToolParser(ABC):
     def _fail(self, raw: str, wrong: str) -> None:
         """No call after all. Arguments that are out stay out; what follows them is read anew. `wrong`: the character
         that told, if one did."""
-        self._raw, self._step = [], self._read_text
+        self._raw, self._step, self._json = [], self._read_text, None
         if self._open:
             self._open = self._after_call = False
             self._told.append(CallBroken(raw))
@@ -145,14 +168,27 @@ class ToolParser(ABC):
 
     def _run(self) -> None:
         while self._at < len(self._pending):
-            if not self._held and self._step == self._read_text:
-                run = self._plain.match(self._pending, self._at)
-                if run is not None:
-                    self._at = run.end()
-                    self._tell_text(run[0])
-                    continue
-            self._at += 1
-            self._step(self._pending[self._at - 1])
+            if not self._run_ahead():
+                self._at += 1
+                self._step(self._pending[self._at - 1])
+
+    def _run_ahead(self) -> bool:
+        """Takes many characters at once, where they decide nothing; whether there were any."""
+        take: Callable[[str], None]
+        if self._json is not None and self._json.in_string:
+            run, take = PLAIN.match(self._pending, self._at), self._read_run
+        elif not self._held and self._step == self._read_text:
+            run, take = self._plain.match(self._pending, self._at), self._tell_text
+        else:
+            return False
+        if run is None:
+            return False
+        self._at = run.end()
+        take(run[0])
+        return True
+
+    def _read_run(self, run: str) -> None:
+        self._read(run, self._skip)
 
     def _take(self) -> list[Event]:
         told, self._told = self._told, []
