@@ -35,7 +35,7 @@ class CallReader:
     """Of one answer. Asked for deltas, or to keep, not both."""
 
     def __init__(self, parser: ToolParser, new_id: Callable[[], str], *, single: bool) -> None:
-        """`single`: what comes after the first call is dropped."""
+        """`single`: further calls are dropped."""
         self._parser = parser
         self._new_id = new_id
         self._single = single
@@ -84,8 +84,8 @@ class CallReader:
             events += self._parser.flush()
         taken: list[Event] = []
         for event in events:
-            if self._single and self.ended:
-                break
+            if self._single and self.ended and not isinstance(event, Text):
+                continue
             self.ended += isinstance(event, CallEnded)
             taken.append(event)
         return taken
