@@ -141,7 +141,7 @@ class Run:
             self._record("pd_idle", value, context=context, output=IDLE_OUTPUT, **figures)
             peer = PEER_IDLE.get(self.args.mode, {}).get(context)
             if peer is not None:
-                self._record_peer("pd_idle", peer, context=context)
+                self._record_peer("pd_idle", peer, context=context, output=IDLE_OUTPUT)
             table.add_row(
                 f"{context}", f"{value:.1f}", f"{figures['gap01_p50']:.2f}", f"{figures['gap01_p99']:.2f}",
                 f"{figures['itl_p50']:.2f}", f"{milliseconds(seen.transfer, 50):.1f}", f"{peer or ''}",
@@ -258,7 +258,8 @@ def arguments() -> argparse.Namespace:
 
 def _load(text: str) -> Load:
     rate, context, output = text.split(":")
-    return Load(float(rate), int(context), int(output))
+    number = float(rate)
+    return Load(int(number) if number.is_integer() else number, int(context), int(output))
 
 
 def main() -> None:

@@ -10,8 +10,23 @@ PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 STAMP = {"bench", "value", "unit", "p99", "peer", "gpu", "cpu", "torch", "triton", "commit", "date", "command", "goal"}
 STAMP |= {"limit", "peer_source", "_figures"}
 WIDE = ("model", "dtype", "kv_dtype")  # told above a table where they are the same in all of its lines
-ORDER = ("decode_step", "prefill", "mixed", "gpu_idle", "host_step", "decode_attention", "prefill_attention", "sampler")
+ORDER = (
+    "decode_step",
+    "prefill",
+    "pd_idle",
+    "pd_load",
+    "kv_push",
+    "mixed",
+    "gpu_idle",
+    "host_step",
+    "decode_attention",
+)
 """Benches that come first; the others follow as they were recorded."""
+BESIDE = {
+    "pd_idle": ("gap01_p50", "gap01_p99", "itl_p50"),
+    "pd_load": ("ttft_p99", "fifo_ttft", "gap01_p50", "gap01_p99", "itl_p50", "itl_p99"),
+}
+"""Figures that are shown beside the value where ours stands beside a peer's."""
 PICTURES = {"mixed": "mixed.png"}  # beside the page; drawn by benchmarks/plot_mixed.py
 HEAD = """# Performance
 
@@ -48,13 +63,21 @@ def _beside(ours: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     points = [key for key in _points(ours) if key not in WIDE and not _is_figure(ours, key)]
     theirs = {tuple(line.get(key) for key in points): line for line in peers}
     unit, name = ours[0]["unit"], peers[0]["peer"]
-    columns = [*points, f"ours, {unit}", f"{name}, {unit}", "ours / theirs", "goal", "limit", "commit", "date"]
+    figures = BESIDE.get(str(ours[0]["bench"]), ())
+    columns = [*points, f"ours, {unit}", f"{name}, {unit}", "ours / theirs"]
+    for figure in figures:  # the peer's own too, where it has it
+        told = any(figure in line for line in peers)
+        columns += [figure, f"{figure}, {name}"] if told else [figure]
+    columns += ["goal", "limit", "commit", "date"]
     rows = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     for line in ours:
         peer = theirs.get(tuple(line.get(key) for key in points))
         ratio = "" if peer is None else f"{line['value'] / peer['value']:.3f}"
-        cells = [*(line.get(key) for key in points), line["value"], peer and peer["value"], ratio, line.get("goal")]
-        cells += [line.get("limit"), line["commit"], str(line["date"])[:10]]
+        cells = [*(line.get(key) for key in points), line["value"], peer and peer["value"], ratio]
+        for figure in figures:
+            told = any(figure in each for each in peers)
+            cells += [line.get(figure), (peer or {}).get(figure)] if told else [line.get(figure)]
+        cells += [line.get("goal"), line.get("limit"), line["commit"], str(line["date"])[:10]]
         rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     sources = sorted({f"{line['peer']}: {source}" for line in peers if (source := line.get("peer_source"))})
     return "\n".join([*rows, *(f"\n{source}." for source in sources)])
