@@ -29,7 +29,7 @@ async def test_a_few_requests_of_any_kind(tiny_llama_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_requests_of_any_kind(tiny_llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    seen = await play(tiny_llama_dir, 1500)
+    seen = await play(tiny_llama_dir, 700)
     for ending in ("one OK", "stream OK", "one INVALID_ARGUMENT", "stream INVALID_ARGUMENT"):
-        assert seen[ending] > 50, seen
+        assert seen[ending] > 25, seen
     assert "failed:" not in caplog.text
