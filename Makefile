@@ -82,8 +82,9 @@ protos: $(VENV)/.dev ## regenerate what is made of protos/
 	$(BIN)/python scripts/protos.py src
 	$(BIN)/python scripts/descriptors.py
 
-docs: $(VENV)/.dev ## regenerate docs/configuration.md from the settings' schema
+docs: $(VENV)/.dev ## regenerate docs/configuration.md from the settings' schema, docs/openapi.json from the fields
 	$(BIN)/python scripts/configuration.py docs/configuration.md
+	$(BIN)/python scripts/openapi.py docs/openapi.json
 
 lock: ## renew constraints.txt from pyproject.toml
 	$(PYTHON) scripts/lock.py constraints.txt
