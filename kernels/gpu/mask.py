@@ -23,12 +23,12 @@ def _mask_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     tokens = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab
-    values = tl.load(logits + row * stride + tokens, mask=inside)
+    values = tl.load(logits + row * stride + tokens, mask=inside).to(tl.float32)
     place = tl.load(places + row)
     if place >= 0:
         bits = tl.load(words + place.to(tl.int64) * width + tokens // 32, mask=inside, other=0)
         values = tl.where((bits >> (tokens % 32)) & 1 != 0, values, float("-inf"))
-    tl.store(out + row * vocab + tokens, values, mask=inside)
+    tl.store(out + row * vocab + tokens, values.to(out.dtype.element_ty), mask=inside)
 
 
 def mask_logits(logits: Tensor, places: Tensor, words: Tensor, out: Tensor) -> None:

@@ -89,7 +89,7 @@ def check(allowed: set[int], language: set[bytes], prefix: bytes) -> None:
 TEXTS = st.text(st.sampled_from('ab,é"日 \n\\'), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_every_mask_of_a_choice_is_that_of_the_listed_language(texts: list[str], chance: Any) -> None:
     language = {text.encode() for text in texts}
@@ -107,7 +107,7 @@ def test_every_mask_of_a_choice_is_that_of_the_listed_language(texts: list[str],
     assert prefix in language
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from(["a", "b", "[ab]", "(ab|b)", "a?", "b{1,2}"]), min_size=1, max_size=4))
 def test_every_mask_of_an_expression_is_that_of_the_listed_language(parts: list[str]) -> None:
     import itertools

@@ -51,7 +51,7 @@ def forced(vocabulary: LLTokenizer, text: str) -> list[int]:
     return ids
 
 
-@pytest.fixture(params=["smollm2", "tiny", "nfc", "sentencepiece", "gemma"])
+@pytest.fixture(params=[pytest.param("smollm2", marks=pytest.mark.slow), "tiny", "nfc", "sentencepiece", "gemma"])
 def tokenizer(request: pytest.FixtureRequest, tiny: ModuleType) -> Tokenizer:
     """GPT-2's bytes from GGUF, with a normalizer too; bytes for want of tokens, with and without a first space."""
     if request.param == "smollm2":
@@ -89,6 +89,7 @@ def test_a_text_that_must_come_comes_byte_for_byte_and_without_special_tokens(to
         assert "".join(map(stream.push, ids)) + stream.flush() == text
 
 
+@pytest.mark.slow
 def test_a_forced_text_is_tokenized_as_the_model_would(smollm2_dir: Path) -> None:
     tokenizer, vocabulary = Tokenizer.from_dir(smollm2_dir), read_vocabulary(smollm2_dir)
     for text in TEXTS[:5]:
