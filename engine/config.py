@@ -10,6 +10,7 @@ LoadFormat = Literal["auto", "dummy"]
 BY_DEVICE = {
     "page_size": {"cpu": 16, "cuda": 64},
     "token_budget": {"cpu": 512, "cuda": 8192 + 256},  # a chunk of 8k beside a full batch
+    "prompt_batch": {"cpu": 1 << 20, "cuda": 2048},  # a large model keeps a GPU busy with 1000
     "max_batch": {"cpu": 64, "cuda": 256},
     "kv_memory": {"cpu": 1 << 30, "cuda": 0},
 }
@@ -33,6 +34,7 @@ class EngineOptions:
     max_input: int = 0  # 0: the model's context
     max_output: int = 0  # 0: the model's context
     token_budget: int = 0  # tokens computed a step, decode rows counted in; 0: by device
+    prompt_batch: int = 0  # prompts join others in a step while these have fewer tokens; 0: by device
     decode_prefill_budget: int = 128  # of these, prompt tokens while this engine also decodes others' KV (role decode)
     reserve: Reserve = "expected"  # pages set aside beyond prompt + 1 for a sequence
     watermark: float = 0.01  # share of the pool kept free at admission

@@ -38,6 +38,7 @@ class Scheduler:
         self._roster = roster
         self._token_budget = options.token_budget
         self._decode_prefill_budget = options.decode_prefill_budget
+        self._prompt_batch = options.prompt_batch
         self.admission = Admission(roster, options)
 
     def schedule(self, now: float) -> Schedule:
@@ -52,7 +53,7 @@ class Scheduler:
         plan.sequences = decoding
         plan.rows = [decode_row(sequence) for sequence in decoding]
         plan.decoding = plan.draws = len(decoding)
-        for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding))):
+        for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding)), self._prompt_batch):
             self._append_row(plan, sequence, tokens, now)
         plan.decisive = bool([row for row in plan.rows if row.rules is not None])
         if self._roster.constrained:
@@ -160,20 +161,26 @@ def _shortest(sequence: Sequence) -> tuple[int, int, tuple[int, float, int]]:
     return sequence.request.priority, sequence.remaining, sequence.turn
 
 
-def share_budget(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+def share_budget(prompts: list[Sequence], budget: int, enough: int) -> list[tuple[Sequence, int]]:
     """How many tokens of which prompt to run: half to the one whose turn it is, the rest by priority, and among equals
     by shortest remaining time first.
 
-    So a short prompt is done in a step or two beside one of any length. Returns sequences with at least one token.
+    So a short prompt is done in a step or two beside one of any length. Those that join it, or each other, are no more
+    than come to `enough` tokens: from there on a step takes longer in proportion, and all would wait for the last one.
+    Returns sequences with at least one token.
     """
     if not prompts:
         return []
     first = min(prompts, key=lambda sequence: sequence.turn)
     shares = {first.key: min(first.remaining, (budget + 1) // 2)}
     left = budget - shares[first.key]
+    joined = shares[first.key] if shares[first.key] == first.remaining else 0
     for sequence in sorted(prompts, key=_shortest):
+        if joined >= enough and sequence is not first:
+            continue
         taken = shares.get(sequence.key, 0)
         more = min(sequence.remaining - taken, left)
         shares[sequence.key] = taken + more
+        joined += 0 if sequence is first else more
         left -= more
-    return [(sequence, shares[sequence.key]) for sequence in prompts if shares[sequence.key] > 0]
+    return [(sequence, shares[sequence.key]) for sequence in prompts if shares.get(sequence.key)]

@@ -17,9 +17,9 @@ def sequence_of(order: int, remaining: int, priority: int = 0) -> Sequence:
     return Sequence(request, 0.0, order, remaining + 1, b"", tokens, remaining)
 
 
-def shares(remaining: dict[int, int], budget: int) -> dict[int, int]:
+def shares(remaining: dict[int, int], budget: int, enough: int = 1 << 20) -> dict[int, int]:
     prompts = [sequence_of(order, tokens) for order, tokens in remaining.items()]
-    return {sequence.key.request: tokens for sequence, tokens in share_budget(prompts, budget)}
+    return {sequence.key.request: tokens for sequence, tokens in share_budget(prompts, budget, enough)}
 
 
 class TestShareBudget:
@@ -39,16 +39,25 @@ class TestShareBudget:
 
     def test_urgent_prompts_go_before_old_and_short_ones(self) -> None:
         prompts = [sequence_of(1, 100), sequence_of(2, 3), sequence_of(3, 50, -1), sequence_of(4, 5, -1)]
-        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 40)} == {3: 35, 4: 5}
-        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 60)} == {3: 50, 4: 5, 2: 3, 1: 2}
+        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 40, 40)} == {3: 35, 4: 5}
+        assert {s.key.request: tokens for s, tokens in share_budget(prompts, 60, 60)} == {3: 50, 4: 5, 2: 3, 1: 2}
 
     def test_nothing_to_share(self) -> None:
-        assert share_budget([], 10) == []
+        assert share_budget([], 10, 10) == []
 
-    @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 40))
-    def test_spends_all_it_can_and_never_more(self, lengths: list[int], budget: int) -> None:
-        result = shares(dict(enumerate(lengths)), budget)
-        assert sum(result.values()) == min(budget, sum(lengths))
+    def test_prompts_that_fill_a_step_run_one_after_the_other(self) -> None:
+        assert shares({1: 20, 2: 20, 3: 5}, 100, 20) == {1: 20}
+        assert shares({1: 19, 2: 20, 3: 5, 4: 4}, 100, 20) == {1: 19, 4: 4}
+        assert shares({1: 7, 2: 20, 3: 5, 4: 4}, 100, 20) == {1: 7, 3: 5, 4: 4, 2: 20}
+
+    def test_no_more_join_a_long_prompt_which_gets_the_rest(self) -> None:
+        assert shares({1: 1000, 2: 15, 3: 30, 4: 10}, 100, 20) == {1: 75, 2: 15, 4: 10}
+        assert shares({1: 1000, 2: 300}, 100, 20) == {1: 50, 2: 50}
+
+    @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 70))
+    def test_spends_all_it_can_and_never_more(self, lengths: list[int], budget: int, enough: int) -> None:
+        result = shares(dict(enumerate(lengths)), budget, enough)
+        assert min(budget, sum(lengths), enough) <= sum(result.values()) <= min(budget, sum(lengths))
         assert all(0 < tokens <= lengths[order] for order, tokens in result.items())
         assert result.get(0, 0) >= min(lengths[0], (budget + 1) // 2)
 
@@ -62,6 +71,13 @@ class TestBudget:
         engine.step()
         assert len(engine.outputs[short]) == 1, "answered in the very next step"
         assert long not in engine.outputs
+
+    def test_prompts_that_came_together_are_answered_one_after_the_other(self) -> None:
+        engine = FakeEngine(pages=500, context=200, token_budget=128, prompt_batch=30)
+        keys = [engine.add(number, prompt_of(30, number)) for number in range(3)]
+        for done in range(1, 4):
+            engine.step()
+            assert [key in engine.outputs for key in keys] == [number < done for number in range(3)]
 
     def test_the_oldest_prompt_keeps_its_bound_under_a_flood_of_short_ones(self) -> None:
         engine = FakeEngine(pages=2000, context=2000, token_budget=32, max_batch=16)
