@@ -64,14 +64,15 @@ class Generate:
                         async with ending.watching():
                             await self._answer(plain, wanted, reply, out)
                     except Aborted:
-                        await out.put(reply.rest(ABORT))
+                        rest = reply.rest(ABORT)
                     except Exception:
-                        if out.begun:
-                            await _last_words(reply, out)
+                        if out.begun:  # not everybody sees a call's status
+                            with suppress(Exception):
+                                await out.end(reply.rest(ERROR), LAST_WORDS_S)
                         raise
                     else:
-                        await out.put(reply.rest(ERROR))
-                    await out.drain(self._slow_reader_s)
+                        rest = reply.rest(ERROR)
+                    await out.end(rest, self._slow_reader_s)
 
     def _reply(self, wanted: Wanted, *, stream: bool) -> Reply:
         return StreamReply(wanted) if stream else WholeReply(wanted, self._max_message_bytes)
@@ -120,11 +121,3 @@ def _writer(context: Context) -> Callable[[pb.GenerateResponse], Awaitable[None]
         await context.write(message)
 
     return write
-
-
-async def _last_words(reply: Reply, out: Out) -> None:
-    """Tells in-band that answers end here, to a client that still reads: not everybody sees a call's status."""
-    with suppress(Exception):
-        async with asyncio.timeout(LAST_WORDS_S):
-            await out.put(reply.rest(ERROR))
-            await out.drain(LAST_WORDS_S)

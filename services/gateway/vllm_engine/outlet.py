@@ -50,12 +50,17 @@ class Outlet(Generic[T]):
             self._still.clear()
             self._work.set()
 
-    async def drain(self, seconds: float) -> None:
-        """Waits until the transport took everything. Overloaded where the client does not read for so long."""
+    async def end(self, messages: Sequence[T], seconds: float) -> None:
+        """Hands the last ones over and waits until the transport took everything. Overloaded where the client does not
+        read for so long."""
+        scope = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with scope:
+                await self.put(messages)
                 await self._still.wait()
         except TimeoutError:
+            if not scope.expired():
+                raise
             raise Overloaded("the client reads too slowly") from None
         self._check()
 

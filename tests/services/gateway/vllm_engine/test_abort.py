@@ -28,6 +28,13 @@ async def aborted(it: Engine, call: asyncio.Task[list[pb.GenerateResponse]], *na
         return await call
 
 
+async def full(it: Engine) -> None:
+    """Returns when the only request waits for its client to read."""
+    [guard] = it.it.gateway.lifecycle._guards
+    now = asyncio.get_running_loop().time
+    await until(lambda: guard._writing_since is not None and now() - guard._writing_since > 0.1)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_before_any_token(tiny_llama_dir: Path, *, stream: bool) -> None:
     """It waits at both workers; they are told."""
@@ -139,8 +146,7 @@ async def test_of_a_client_that_does_not_read_all_is_free_at_once(tiny_llama_dir
     ):
         call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request("a", logprobs=20, max_tokens=1900))
         messages = [await call.read()]
-        await asyncio.sleep(0.3)  # its window is full now
-        assert it.it.gateway.admission.inside == 1
+        await full(it)
         await it.abort("a")
         async with asyncio.timeout(2):
             await it.it.idle()
@@ -149,6 +155,37 @@ async def test_of_a_client_that_does_not_read_all_is_free_at_once(tiny_llama_dir
         assert ends(messages)[0].finish_reason == "abort"
         assert 0 < len(tokens(messages)) < 1900
         assert tokens(messages) == many["tokens"][: len(tokens(messages))]  # what was sent is whole
+
+
+async def test_of_a_client_that_never_reads_again_the_call_ends_too(tiny_llama_dir: Path) -> None:
+    many = {"tokens": [10 + i % 200 for i in range(2000)]}
+    async with (
+        engine(tiny_llama_dir, prefill(**many), decode(**many), slow_reader_s=1) as it,
+        open_channel(it.it.address) as channel,
+    ):
+        call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request("a", logprobs=20, max_tokens=1900))
+        await call.read()
+        await full(it)
+        await it.abort("a")
+        await it.it.idle()
+        async with asyncio.timeout(10):
+            while not await served(it, "a"):  # until the name is free again
+                await asyncio.sleep(0.05)
+
+        async def rest() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        assert "reads too slowly" in ((await refusal(rest())).details() or "")
+
+
+async def served(it: Engine, name: str) -> bool:
+    """Whether a request of this name is taken."""
+    try:
+        return bool(await it.all(request(name, max_tokens=1)))
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is Code.ALREADY_EXISTS
+        return False
 
 
 async def test_racing_with_the_end(tiny_llama_dir: Path) -> None:

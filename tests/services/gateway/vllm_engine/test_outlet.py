@@ -31,7 +31,7 @@ async def test_in_order_and_all_of_it() -> None:
         for start in range(0, 30, 3):
             await out.put(range(start, start + 3))
             await out.put([])
-        await out.drain(1)
+        await out.end([], 1)
         assert out.begun
     assert transport.taken == list(range(30))
 
@@ -47,10 +47,10 @@ async def test_one_put_may_wait_and_the_next_one_waits_for_it() -> None:
         done, _ = await asyncio.wait([third], timeout=0.02)
         assert not done
         with pytest.raises(Overloaded):
-            await out.drain(0.02)
+            await out.end([4], 0.02)
         third.cancel()
         transport.open.set()
-        await out.drain(1)
+        await out.end([], 1)
     assert transport.taken == [1, 2]
 
 
@@ -61,7 +61,7 @@ async def test_what_writing_raises_is_raised_where_something_is_put(fails: BaseE
         transport.fails = fails
         await out.put([1])
         with pytest.raises(type(fails)):
-            await out.drain(1)
+            await out.end([], 1)
         with pytest.raises(type(fails)):
             await out.put([2])
     assert transport.taken == []
