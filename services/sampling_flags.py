@@ -71,6 +71,11 @@ FLAGS: tuple[Callable[..., Any], ...] = (
         "--ban-token", type=TOKEN_ID, multiple=True, metavar="ID", help="Never draw this token; may be repeated."
     ),
     click.option("--bad-word", multiple=True, metavar="TEXT", help="Never complete this text; may be repeated."),
+    click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
+    click.option("--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="The answer is JSON of this schema."),
+    click.option("--regex", metavar="TEXT", help="The answer matches this regular expression as a whole."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The answer is one of these; may be repeated."),
+    click.option("--grammar", type=click.File(encoding="utf-8"), metavar="FILE", help="The answer is what this Lark grammar produces."),
     click.option(
         "--seed",
         type=click.IntRange(0, 2**64 - 1),
@@ -106,7 +111,30 @@ def read_sampling_flags(options: dict[str, Any]) -> "pb.Sampling":
         allowed_token_ids=options["allow_token"],
         banned_token_ids=options["ban_token"],
         bad_words=options["bad_word"],
+        constraint=read_constraint_flags(options),
     )
+
+
+def read_constraint_flags(options: dict[str, Any]) -> "pb.Constraint | None":
+    """ConfigError where there are several."""
+    from ..v1 import inference_pb2 as pb
+
+    given = [name for name in ("json_object", "json_schema", "regex", "choice", "grammar") if options[name]]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]}: an answer takes one of them", field=given[1])
+    match given:
+        case ["json_object"]:
+            return pb.Constraint(json_object=True)
+        case ["json_schema"]:
+            return pb.Constraint(json_schema=options["json_schema"].read())
+        case ["regex"]:
+            return pb.Constraint(regex=options["regex"])
+        case ["choice"]:
+            return pb.Constraint(choice=pb.Choice(texts=options["choice"]))
+        case ["grammar"]:
+            return pb.Constraint(grammar=options["grammar"].read())
+        case _:
+            return None
 
 
 def read_stopping_flags(options: dict[str, Any]) -> "pb.Stopping":

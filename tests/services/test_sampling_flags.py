@@ -1,6 +1,7 @@
 """Flags into messages: all of them, and absent ones stay absent."""
 
 import shlex
+from pathlib import Path
 
 import click
 import pytest
@@ -39,7 +40,7 @@ def test_every_field_has_a_flag() -> None:
             "--temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --typical-p 0.75 --repetition-penalty 1.5"
             " --presence-penalty -1 --frequency-penalty 2 --bias 3=-2.5 --bias 4=1e2 --allow-token 1 --allow-token 2"
             " --ban-token 9 --bad-word 'so bad' --seed 7 --stop X --stop-token 5 --include-stop --ignore-eos"
-            " --min-tokens 6"
+            " --min-tokens 6 --regex a+"
         )
     )
     assert sampling == pb.Sampling(
@@ -56,6 +57,7 @@ def test_every_field_has_a_flag() -> None:
         banned_token_ids=[9],
         bad_words=["so bad"],
         seed=7,
+        constraint=pb.Constraint(regex="a+"),
     )
     assert {field.name for field, _ in sampling.ListFields()} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
     assert stopping == pb.Stopping(strings=["X"], token_ids=[5], include_stop=True, ignore_eos=True, min_tokens=6)
@@ -65,3 +67,20 @@ def test_every_field_has_a_flag() -> None:
 def test_a_bias_that_is_none(bias: str) -> None:
     with pytest.raises(ConfigError, match="takes a token id and a number"):
         read("--bias", bias)
+
+
+def test_what_an_answer_must_be(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text('{"type": "string", "const": "é"}', encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    for words, constraint in (
+        (("--json-object",), pb.Constraint(json_object=True)),
+        (("--json-schema", str(file)), pb.Constraint(json_schema=text)),
+        (("--choice", "ja", "--choice", "nein"), pb.Constraint(choice=pb.Choice(texts=["ja", "nein"]))),
+        (("--grammar", str(file)), pb.Constraint(grammar=text)),
+    ):
+        assert read(*words)[0] == pb.Sampling(constraint=constraint)
+    with pytest.raises(ConfigError, match="one of them"):
+        read("--regex", "a", "--choice", "b")
+    with pytest.raises(click.UsageError):
+        read("--json-schema", str(tmp_path / "nowhere"))
