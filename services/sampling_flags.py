@@ -72,10 +72,17 @@ FLAGS: tuple[Callable[..., Any], ...] = (
     ),
     click.option("--bad-word", multiple=True, metavar="TEXT", help="Never complete this text; may be repeated."),
     click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
-    click.option("--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="The answer is JSON of this schema."),
+    click.option(
+        "--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="The answer is JSON of this schema."
+    ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression as a whole."),
     click.option("--choice", multiple=True, metavar="TEXT", help="The answer is one of these; may be repeated."),
-    click.option("--grammar", type=click.File(encoding="utf-8"), metavar="FILE", help="The answer is what this Lark grammar produces."),
+    click.option(
+        "--grammar",
+        type=click.File(encoding="utf-8"),
+        metavar="FILE",
+        help="The answer is what this Lark grammar produces.",
+    ),
     click.option(
         "--seed",
         type=click.IntRange(0, 2**64 - 1),

@@ -156,7 +156,7 @@ Global___Input: _TypeAlias = Input  # noqa: Y015
 @_typing.final
 class Sampling(_message.Message):
     """/ How the next token is drawn. Absent fields take the defaults named here. The order: repetition, presence and frequency
-    / penalty; bias; what may not be drawn goes (allowed and banned tokens, bad words, `Stopping.min_tokens`); temperature;
+    / penalty; bias; what may not be drawn goes (allowed and banned tokens, bad words, `constraint`, `Stopping.min_tokens`); temperature;
     / top-k; top-p; min-p; typical-p; the draw. Each filter sees the probabilities, made to add up to 1, that the one before
     / it left. Where nothing may be drawn at some index, the request fails there (INVALID_ARGUMENT).
     """
@@ -390,10 +390,10 @@ class Stopping(_message.Message):
     max_tokens: _builtins.int
     """/ The most tokens to generate, at least 1. Absent: as many as the model's context allows."""
     ignore_eos: _builtins.bool
-    """/ Goes on past the model's own end-of-text tokens."""
+    """/ Goes on past the model's own end-of-text tokens; under a `Sampling.constraint` as long as something else can follow."""
     min_tokens: _builtins.int
     """/ Before so many tokens, end-of-text tokens (unless `ignore_eos`) and stop tokens are not drawn, and stop strings that
-    / end there do not count. At most `max_tokens`.
+    / end there do not count. At most `max_tokens`. Under a `Sampling.constraint` as long as something else can follow.
     """
     include_stop: _builtins.bool
     """/ The matching stop string, or the text of the stop token (one of `token_ids`, a special one by its name), is sent too."""
