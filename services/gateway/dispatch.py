@@ -41,8 +41,9 @@ class Job:
     params: SamplingParams
     deadline: float | None  # time.monotonic()
     scores: PromptScores = field(default_factory=lambda: PromptScores(None))
-    check_wait: Callable[[float, float | None], None] | None = None
-    """Told how long its worker is busy with other prompts and how much time is left, in seconds; raises if need be."""
+    on_route: Callable[[int, float, float | None], None] | None = None
+    """Told at first how many tokens of the prompt are to be computed, for how many seconds the worker that is to do
+    that is busy with others, and how many are left until the deadline; may raise, and then nothing is sent."""
 
     def timeout_s(self) -> float | None:
         """Time left."""
@@ -75,8 +76,8 @@ class Dispatcher:
         """
         samples = [flight, *siblings]
         route = self._route(job, output_ids, avoid, len(samples))
-        if job.check_wait is not None and job.deadline is not None and flight.key.attempt == 0:
-            job.check_wait(self._wait_s(route), job.timeout_s())
+        if job.on_route is not None and flight.key.attempt == 0:
+            job.on_route(route.prefill_tokens, self._wait_s(route), job.timeout_s())
         for sample in samples:
             sample.route = route.reason
         logger.debug("request %s: %s", job.request.request_id, route.reason)

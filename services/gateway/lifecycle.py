@@ -91,7 +91,7 @@ class Lifecycle:
                     place.displaceable(lambda: guard.end(self._admission.displaced(request.tenant)))
                     job = await self._prepare(request, source, arrival)
                     place.expect(len(job.prompt_ids), job.params.max_tokens)
-                    job.check_wait = place.check_wait
+                    job.on_route = place.routed
                     await self._run(job, place, guard, send, arrival)
             finally:
                 self._guards.discard(guard)

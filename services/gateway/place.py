@@ -39,9 +39,10 @@ class Place:
         admission.check_tokens(self, prompt_tokens + self.answers * output)
         admission.queue.expect(self.entry, prompt_tokens, output, self.answers)
 
-    def check_wait(self, wait_s: float, left_s: float | None) -> None:
-        """`wait_s`: for which prompts that were sent before keep the worker busy; `left_s`: until the deadline.
-        Overloaded where it would pass meanwhile."""
+    def routed(self, prompt_tokens: int, wait_s: float, left_s: float | None) -> None:
+        """`prompt_tokens`: that have to be computed, the others being cached. `wait_s`: for which prompts that were
+        sent before keep the worker busy; `left_s`: until the deadline. Overloaded where it would pass meanwhile."""
+        self._admission.queue.cached(self.entry, prompt_tokens)
         wait_s *= self._admission.queue.share_ahead(self.entry.priority)
         if left_s is not None and CERTAIN * wait_s > left_s:
             self._admission.refuse_late(self.tenant, wait_s, left_s)

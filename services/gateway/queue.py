@@ -58,6 +58,14 @@ class Queue:
         self.tokens += entry.tokens
         self._ahead[entry.priority] += prompt
 
+    def cached(self, entry: Entry, prompt: int) -> None:
+        """No more than `prompt` tokens of its prompt are to be computed."""
+        saved = entry.prompt - prompt
+        if saved > 0 and entry in self._waiting:
+            entry.prompt = prompt
+            self.tokens -= saved
+            self._ahead[entry.priority] -= saved
+
     def took(self, entry: Entry, answer: int, tokens: int) -> None:
         """Tokens of an answer came. The first one says that the prompt is computed."""
         if not entry.charged:

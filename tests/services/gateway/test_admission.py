@@ -118,6 +118,21 @@ async def test_output_is_expected_by_what_was_seen() -> None:
     assert it.expected_output(4000) == 20
 
 
+async def test_what_is_cached_is_not_to_be_computed() -> None:
+    it = admission(tokens=1000)
+    with it.slot() as first, it.slot() as second:
+        first.expect(800, 100)
+        refused(lambda: second.expect(100, 10))
+        first.routed(8, 0.0, None)
+        assert it.queue.tokens == 108
+        first.routed(500, 0.0, None)  # never more than it has
+        second.expect(800, 60)
+        second.took(0, 1)
+        second.routed(1, 0.0, None)  # it is computed
+        assert it.queue.tokens == 108 + 59
+    assert it.queue.tokens == 0
+
+
 async def test_whoever_is_alone_has_room() -> None:
     it = admission(tokens=100)
     with it.slot() as place:
@@ -246,10 +261,10 @@ async def test_deadlines_within_the_queue() -> None:
         lax.expect(100, 1)
         for priority, share in ((0, 0.75), (3, 1.0), (-1, 0.0)):
             with it.slot(priority=priority) as place:
-                place.check_wait(10.0, 0.7 * 10.0 * share + 0.01)
-                place.check_wait(10.0, None)
+                place.routed(1, 10.0, 0.7 * 10.0 * share + 0.01)
+                place.routed(1, 10.0, None)
                 if share:
-                    error = refused(lambda place=place, share=share: place.check_wait(10.0, 0.69 * 10 * share))
+                    error = refused(lambda place=place, share=share: place.routed(1, 10.0, 0.69 * 10 * share))
                     assert f"about {10 * share:.1f} s more" in error.message
     assert it.refusals == {("deadline", ""): 2}
 
@@ -324,6 +339,13 @@ class Books(RuleBasedStateMachine):
             self.end(request, error)
         else:
             request.left = [most] * request.place.answers
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 100), prompt=st.integers(1, 400))
+    def route(self, which: int, prompt: int) -> None:
+        request = self.running[which % len(self.running)]
+        if request.left:
+            request.place.routed(prompt, 0.0, 1.0)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 100), answer=st.integers(0, 3), tokens=st.integers(0, 200), ends=st.booleans())

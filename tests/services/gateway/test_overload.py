@@ -24,8 +24,8 @@ def pair(**script: Any) -> tuple[StandIn, StandIn]:
     return StandIn("prefill", "p0", Script(**script)), StandIn("decode", "d0", Script(**script))
 
 
-def tokens_request(prompt: int, max_tokens: int, **fields: Any) -> pb.GenerateRequest:
-    ids = pb.TokenIds(ids=[3 + i % 90 for i in range(prompt)])
+def tokens_request(prompt: int, max_tokens: int, *, first: int = 3, **fields: Any) -> pb.GenerateRequest:
+    ids = pb.TokenIds(ids=[first + i % 90 for i in range(prompt)])
     return pb.GenerateRequest(
         input=pb.Input(token_ids=ids), stopping=pb.Stopping(max_tokens=max_tokens, ignore_eos=True), **fields
     )
@@ -51,13 +51,17 @@ async def test_more_tokens_than_the_queue_takes(tiny_llama_dir: Path) -> None:
         response = await it.post(PATH, {"prompt": [3] * 90, "max_tokens": 20})
         assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert response.headers["retry-after"] in ("1", "2")
-        small = it.it.stub.Generate(tokens_request(90, 10))
+        small = it.it.stub.Generate(tokens_request(90, 10, first=50))
         await until(lambda: gateway.admission.queue.tokens == 600)
         metrics = (await it.http.get("/metrics")).text
         assert 'twostroke_refusals_total{reason="queue_tokens",tenant=""} 2.0' in metrics
         assert "twostroke_queue_tokens 600.0" in metrics
         assert "twostroke_queue_tokens_limit 600.0" in metrics
-        for call in (held, small):
+        small.cancel()
+        await until(lambda: gateway.admission.queue.tokens == 500)
+        cached = it.it.stub.Generate(tokens_request(90, 10))  # 80 of its tokens are being computed with the others
+        await until(lambda: gateway.admission.queue.tokens == 520)
+        for call in (held, cached):
             call.cancel()
         await it.it.idle()
         assert (gateway.admission.queue.tokens, gateway.admission.queue.places) == (0, 0)
