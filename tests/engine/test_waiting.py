@@ -1,5 +1,10 @@
 """WaitingQueue: ranks, ages, parking."""
 
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, Work
 from twostroke.engine.sequence import Sequence
 from twostroke.engine.waiting import WaitingQueue
@@ -53,6 +58,34 @@ def test_priority_comes_before_rank_and_age_but_a_ticket_before_all() -> None:
     for sequence in (plain, urgent, again, unticketed[1], remote, late, preempted, ticketed):
         queue.remove(sequence)
     assert (queue.total(), queue.prompt_tokens) == (0, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-2, 2), st.integers(0, 3), st.sampled_from(list(Work)), st.booleans(), st.booleans()),
+        max_size=30,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_is_that_of_its_definition(
+    told: list[tuple[int, int, Work, bool, bool]], chance: random.Random
+) -> None:
+    queue, inside = WaitingQueue(), list[Sequence]()
+    for order, (priority, arrival, work, preempted, ticketed) in enumerate(told):
+        sequence = sequence_of(order, float(arrival), work, priority=priority)
+        sequence.preempted, sequence.ticketed = preempted, ticketed
+        queue.push(sequence)
+        inside.append(sequence)
+        if chance.random() < 0.3:
+            queue.remove(inside.pop(chance.randrange(len(inside))))
+
+    def place(one: Sequence) -> tuple[bool, int, bool, float, int]:
+        new = not one.preempted and not one.unticketed  # among those without a ticket it makes no difference
+        return one.unticketed, one.request.priority, new, one.arrival, one.order
+
+    wanted = sorted(inside, key=place)
+    assert list(queue.in_order()) == wanted
+    assert len(queue) == len(wanted)
 
 
 def test_parked_ones_wait_for_their_ticket() -> None:
