@@ -18,6 +18,7 @@ from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.model_config import ModelConfig
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, StepResult
+from twostroke.services.garbage import settle
 
 CONFIG = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -68,12 +69,13 @@ def built(
         start = time.perf_counter()
         engine = build_engine(path, EngineOptions(**chosen), fingerprint="benchmark")
         built_s = time.perf_counter() - start
-        gc.collect()
-        gc.freeze()  # as a worker does
+        before = gc.get_threshold()
+        settle()  # as a worker does
         try:
             yield Bench(engine, built_s)
         finally:
             gc.unfreeze()
+            gc.set_threshold(*before)
 
 
 def _number(text: str) -> Any:

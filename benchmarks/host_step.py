@@ -63,6 +63,13 @@ class Graphs:
         return self._logits[:size]
 
 
+class DrawGraphs:
+    """Stands for how their tokens are drawn."""
+
+    def replay(self, size: int, random: bool) -> None:
+        """Nothing."""
+
+
 @contextlib.contextmanager
 def engine(batch: int) -> Iterator[EngineCore]:
     """With room for `batch` sequences; what a GPU would compute is left out."""
@@ -76,6 +83,7 @@ def engine(batch: int) -> Iterator[EngineCore]:
     logits = torch.zeros(8192 + 2 * batch, VOCAB)
     made: Any = device
     made.graphs = Graphs(logits)
+    made._draws._graphs = DrawGraphs()
     made._decoder.hidden = lambda step, *_, **__: logits
     made._decoder.head = lambda normed: logits[: len(normed)]
     core = EngineCore(
@@ -136,7 +144,8 @@ def measure(core: EngineCore, steps: int) -> float:
     """Mean seconds of a step."""
     began = time.perf_counter()
     for _ in range(steps):
-        core.step()
+        if failures := core.step().failures:
+            raise failures[0][1]
     return (time.perf_counter() - began) / steps
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 DEPTH = 4  # host buffers: more than steps on their way
+MOST_KEPT = 256  # layouts whose tensors are kept
 ALIGNMENT = 16  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
@@ -26,6 +27,7 @@ class Staging:
         self._views: list[npt.NDArray[np.int32]] = [buffer.numpy() for buffer in self._host]
         self._copied: list[torch.cuda.Event | None] = [new_event() if pinned else None for _ in range(DEPTH)]
         self._device = torch.zeros(count, dtype=torch.int32, device=device)
+        self._views_of: dict[tuple[int, ...], list[Tensor]] = {}  # by sizes
         self._turn = 0
 
     def send(self, parts: Sequence[Sequence[int] | npt.NDArray[np.int32]], sizes: Sequence[int]) -> list[Tensor]:
@@ -50,7 +52,14 @@ class Staging:
         self._device[:end].copy_(self._host[self._turn][:end], non_blocking=True)
         if event is not None:
             event.record()
-        return [self._device[place : place + size] for place, size in zip(places, sizes, strict=True)]
+        key = tuple(sizes)
+        views = self._views_of.get(key)
+        if views is None:  # decode steps have a few sizes again and again
+            if len(self._views_of) >= MOST_KEPT:
+                self._views_of.clear()
+            views = [self._device[place : place + size] for place, size in zip(places, sizes, strict=True)]
+            self._views_of[key] = views
+        return views
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from ...errors import ConfigError, TwostrokeError, Unavailable
 from ...kvtransfer.process import host_id
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
+from ..garbage import settle
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import ProcessIdentity, draw_identity
 from ..security.cluster import warn_of_open_worker, worker_credentials, worker_server
@@ -117,8 +117,7 @@ class Worker:
             with engine.times.part("warm-up"):
                 await self._driver.call(partial(warm_up, engine.core, engine.plan.page_size))
             log.info("started in %s", engine.times)
-            gc.collect()
-            gc.freeze()  # the model and the libraries live as long as the process: no collection need walk them
+            settle()
             await self._serve_until_stopped(stopping)
         finally:
             await self._end()
