@@ -81,6 +81,7 @@ class Soak:
     again: Counter[str] = field(default_factory=Counter)  # why clients began anew
     figures: dict[tuple[str, int], worker_pb2.Status] = field(default_factory=dict)  # the last, by worker and pid
     _open: set[Stream] = field(default_factory=set)
+    _freezes: Counter[int] = field(default_factory=Counter)  # under way, by pid
 
     async def run(self, seconds: float) -> None:
         """Load and faults for so long; then every stream must end, and every worker be back."""
@@ -202,7 +203,8 @@ class Soak:
 
     async def _hit(self, kind: Kind, name: str, fraction: float) -> None:
         """A process that is gone at the moment is spared."""
-        process = _handle(self._pid(name))
+        pid = self._pid(name)
+        process = _handle(pid)
         if process is None:
             return
         try:
@@ -210,14 +212,25 @@ class Soak:
             if kind == "kill":
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 return
-            signal.pidfd_send_signal(process, signal.SIGSTOP)
             seconds = {"short freeze": 0.1 + fraction, "long freeze": 2.5 + 4 * fraction}.get(kind, FENCED_S)
-            if not await _gone(process, seconds) and kind == "freeze for good":
+            if not await self._frozen(pid, process, seconds) and kind == "freeze for good":
                 self.problems.append(f"seed {self.seed}: {name} was frozen for {seconds} s and nobody ended it")
+        except ProcessLookupError:  # it is gone since
+            pass
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGCONT)
             os.close(process)
+
+    async def _frozen(self, pid: int, process: int, seconds: float) -> bool:
+        """Freezes it for so long; whether it ends meanwhile. The last of several freezes thaws it, not the first."""
+        self._freezes[pid] += 1
+        try:
+            signal.pidfd_send_signal(process, signal.SIGSTOP)
+            return await _gone(process, seconds)
+        finally:
+            self._freezes[pid] -= 1
+            if not self._freezes[pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGCONT)
 
     def _pid(self, name: str) -> int:
         """Of a process that runs, as far as the supervisor told; else 0."""
