@@ -79,7 +79,7 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(
         step_lexer_fuel=100_000,
         step_max_items=20_000,
-        max_lexer_states=20_000,
+        max_lexer_states=10_000,
         max_grammar_size=200_000,
         verbose_errors=False,  # they would hold parts of the output
     )

@@ -17,7 +17,7 @@ from .request import Constraint, SamplingParams
 log = logging.getLogger(__name__)
 
 THREADS = 2
-KEPT = 64  # compiled constraints
+KEPT = 32  # compiled constraints: of ordinary ones some 10 MiB each
 WAIT_S = 0.1  # most that a step waits at once
 
 

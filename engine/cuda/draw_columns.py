@@ -24,6 +24,7 @@ class DrawColumns:
         """`wide`: [3, n]: the bits of top-p and min-p (float64), the seed. `narrow`: [5, n]: the bits of the
         temperature (float32), top-k, the sample's index, log-probabilities wanted (-1: none), the kind."""
         self.wide, self.narrow = wide, narrow
+        self._kinds: int | None = None  # as they were when last asked for
 
     @staticmethod
     def zeros(count: int) -> "DrawColumns":
@@ -51,6 +52,7 @@ class DrawColumns:
         self.wide[2, index] = signed(params.seed)
         self.narrow.view(np.float32)[0, index] = params.temperature
         self.narrow[1:, index] = params.top_k, sample, top, kind
+        self._kinds = None
 
     def take(self, slots: npt.NDArray[np.int32]) -> "DrawColumns":
         """Of a step whose draws are those of these slots."""
@@ -59,8 +61,9 @@ class DrawColumns:
     @property
     def kinds(self) -> int:
         """Those of any entry."""
-        kinds: int = np.bitwise_or.reduce(self.narrow[4], initial=0).item()
-        return kinds
+        if self._kinds is None:
+            self._kinds = int(np.bitwise_or.reduce(self.narrow[4], initial=0))
+        return self._kinds
 
     @property
     def tops(self) -> list[int]:

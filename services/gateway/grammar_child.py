@@ -20,7 +20,7 @@ from ...errors import TwostrokeError
 from ..supervisor.parent import die_with
 
 STACK_BYTES = 8 << 20  # an eighth of what a worker gives the same compiler
-MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
+MEMORY_BYTES = 192 << 20  # beside what the vocabulary takes, the stack counted in; ordinary ones take less than 20 MiB
 NICE = 5  # whoever streams goes first
 
 

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 START_S = 60.0  # for Python, the libraries and the vocabulary
 COMPILE_S = 5.0
 MAX_LINE = 64 << 10  # bytes of an answer
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # each arena would take of the memory that it may have
 CHILD = f"{__package__}.grammar_child"
 
 
@@ -74,7 +75,9 @@ class GrammarProcess:
         with theirs:
             command, end = [sys.executable, "-m", CHILD, str(self._folder), str(os.getpid())], theirs.fileno()
             try:
-                self._process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)  # noqa: ASYNC220
+                self._process = subprocess.Popen(  # noqa: ASYNC220
+                    command, stdin=end, stdout=end, start_new_session=True, env={**os.environ, **_ENVIRONMENT}
+                )
             except OSError:
                 ours.close()
                 raise

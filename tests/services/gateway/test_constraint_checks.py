@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.engine.constraint_text import MAX_TEXT
 from twostroke.engine.request import Constraint, ConstraintKind
-from twostroke.errors import InvalidRequest, Overloaded
+from twostroke.errors import InvalidRequest, Overloaded, TwostrokeError
 from twostroke.services.gateway.constraint_checks import ConstraintChecks
 
 K = ConstraintKind
@@ -100,6 +100,25 @@ async def test_a_slow_one_is_ended_and_others_do_not_wait_for_it(tiny_llama_dir:
         await checks.check(GOOD[4])
     finally:
         await checks.stop()
+
+
+@pytest.mark.slow
+async def test_one_that_takes_too_much_memory_ends_its_process(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here more than nothing: what a compiler can take within its time is less than it may."""
+    monkeypatch.setattr("twostroke.services.gateway.grammar_process.CHILD", f"{__name__.rpartition('.')[0]}.none")
+    checks = ConstraintChecks(tiny_llama_dir, processes=1)
+    with pytest.raises(TwostrokeError, match="could not be started"):
+        await checks.check(GOOD[0])
+    monkeypatch.undo()
+    await checks.check(GOOD[0])
+    (child,) = children()
+    child.rlimit(psutil.RLIMIT_AS, (child.memory_info().vms, child.memory_info().vms))
+    many = json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(4000)}})
+    assert "too large" in (await refusal(checks, Constraint(K.JSON_SCHEMA, many))).message
+    await checks.check(GOOD[1])
+    await checks.stop()
 
 
 @pytest.mark.slow
