@@ -84,6 +84,7 @@ class Inbox:
         self._limit = limit_bytes
         self._on_full = on_full
         self._turns = turns
+        self._loop = asyncio.get_running_loop()
         self._events: list[Event] = []
         self._bytes = 0
         self._full = False
@@ -110,7 +111,7 @@ class Inbox:
     async def take(self) -> list[Event]:
         """All that has come, in order; waits for at least one, and for its turn."""
         if not (self._events and self._turns.now()):
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter: asyncio.Future[None] = self._loop.create_future()
             if self._events:
                 self._turns.queue(waiter)
             else:

@@ -62,12 +62,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         begun = False
         places = Places()
 
-        async def write(message: pb.GenerateResponse) -> None:
-            nonlocal begun
-            if not begun:  # not before there is something to say: a refusal without it can be tried again
-                begun = True
-                await uninterrupted(context.send_initial_metadata(()))
+        async def begin(message: pb.GenerateResponse) -> None:
+            await uninterrupted(context.send_initial_metadata(()))
             await context.write(message)
+
+        def write(message: pb.GenerateResponse) -> Awaitable[None]:
+            nonlocal begun
+            if begun:
+                return context.write(message)
+            begun = True  # not before there is something to say: a refusal without it can be tried again
+            return begin(message)
 
         async def send(piece: Piece) -> None:
             if piece.finish is not None:
