@@ -43,12 +43,19 @@ class PageContent(NamedTuple):
     tokens: bytes
 
 
-def page_content(root: bytes, chain: Sequence[bytes], tokens: Sequence[int], page: int, page_size: int) -> PageContent:
-    """Of a full page of a sequence. `page`: its index."""
-    packed = array("I", tokens[page * page_size : (page + 1) * page_size])
+def page_contents(
+    root: bytes, chain: Sequence[bytes], tokens: Sequence[int], pages: range, page_size: int
+) -> list[PageContent]:
+    """Of full pages of a sequence, by index. In one go: a prompt that arrives whole has hundreds."""
+    packed = array("I", tokens[pages.start * page_size : pages.stop * page_size])
     if sys.byteorder == "big":
         packed.byteswap()
-    return PageContent(root, chain[page - 1] if page else root, packed.tobytes())
+    content, size = packed.tobytes(), packed.itemsize * page_size
+    parents = [root, *chain[: pages.stop]] if pages.start == 0 else chain[pages.start - 1 : pages.stop]
+    return [
+        PageContent(root, parent, content[place : place + size])
+        for parent, place in zip(parents, range(0, len(content), size), strict=False)
+    ]
 
 
 class PrefixCache:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .block_pool import BlockPool
-from .prefix_cache import PendingPages, extend_chain, page_content
+from .prefix_cache import PendingPages, extend_chain, page_contents
 from .request import SequenceKey, Work
 from .sequence import Sequence, State
 from .waiting import WaitingQueue
@@ -120,8 +120,9 @@ class Roster:
         if not self.caching or full <= sequence.registered:
             return
         self._extend_chain(sequence)
-        for index in range(sequence.registered, full):
-            content = page_content(sequence.root, sequence.chain, sequence.tokens, index, self.page_size)
+        new = range(sequence.registered, full)
+        contents = page_contents(sequence.root, sequence.chain, sequence.tokens, new, self.page_size)
+        for index, content in zip(new, contents, strict=True):
             self.pool.register(sequence.pages[index], sequence.chain[index], content)
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : full], sequence.key)
         sequence.registered = full

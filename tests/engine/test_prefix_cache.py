@@ -10,7 +10,7 @@ from twostroke.engine.prefix_cache import (
     PendingPages,
     PrefixCache,
     extend_chain,
-    page_content,
+    page_contents,
     root_digest,
 )
 from twostroke.engine.request import SequenceKey
@@ -81,9 +81,11 @@ def test_what_a_page_holds_is_kept_as_long_as_it_can_be_found() -> None:
     root, tokens = root_digest(b"model", b""), [1, 2, 3, 1 << 20]
     chain: list[bytes] = []
     extend_chain(chain, root, tokens, 2)
-    first, second = (page_content(root, chain, tokens, page, 2) for page in range(2))
+    first, second = page_contents(root, chain, tokens, range(2), 2)
     assert first == PageContent(root, root, bytes([1, 0, 0, 0, 2, 0, 0, 0]))
     assert second == PageContent(root, chain[0], bytes([3, 0, 0, 0, 0, 0, 16, 0]))
+    assert page_contents(root, chain, tokens, range(1, 2), 2) == [second]
+    assert page_contents(root, chain, tokens, range(2, 2), 2) == []
     cache = PrefixCache()
     assert cache.add(7, chain[0], first)
     assert not cache.add(8, chain[0], second)
