@@ -1,5 +1,6 @@
 """2P2D under load while its processes are killed and frozen: every output is the fault-free one, nothing is left over.
 
+On a GPU (`-m gpu`) in bf16, on real weights and batch-invariant: there too every token is the fault-free one.
 The seed is printed and can be given (TWOSTROKE_SOAK_SEED); it fixes requests, arrivals and faults, not their timing.
 KV goes by the transport that TWOSTROKE_SOAK_TRANSPORT names (auto). Pools are so small that sequences are preempted.
 """
@@ -11,17 +12,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from twostroke.engine.config import EngineOptions
 from twostroke.engine.request import FinishReason, Token
 from twostroke.v1 import inference_pb2 as pb
 
+from . import harness
 from .harness import Answer, Launch
 from .soak import DECK, Soak, dealt
-from .soak_work import Expected, fault_free, make_tasks
+from .soak_work import BARE, Expected, fault_free, make_tasks
 
-FLAGS = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--kv-memory", "3MiB", "--silence-s", "2")
+ALL = ("--prefill", "2", "--decode", "2", "--max-attempts", "50", "--replay-wait-s", "60", "--drain-s", "10")
+FLAGS = (*ALL, "--dtype", "float32", "--kv-memory", "3MiB", "--token-budget", "128", "--silence-s", "2")
 FLAGS += ("--ready-s", "30")  # a process that is frozen while it starts is ended only then
-FLAGS += ("--max-attempts", "50", "--replay-wait-s", "60", "--drain-s", "10", "--token-budget", "128")
+DEVICE = os.environ.get("TWOSTROKE_TEST_DEVICE", "cuda")
+ON_GPU = DEVICE != "cpu"
+GPU = EngineOptions(
+    device=DEVICE, dtype="bfloat16" if ON_GPU else "float32", page_size=16, kv_memory=256 << 20, batch_invariant=True
+)
+GPU_FLAGS = (*ALL, "--device", DEVICE, "--dtype", GPU.dtype, "--page-size", "16", "--kv-memory", "96MiB")
+GPU_FLAGS += ("--batch-invariant", "--max-batch", "32", "--token-budget", "512", "--gpu-memory", "0.2")
+GPU_FLAGS += ("--silence-s", "4", "--ready-s", "120")
+GPU_S = float(os.environ.get("TWOSTROKE_SOAK_S", "150"))
+START_S = 400.0  # of a GPU's kernels, compiled at the first start
 SHORT_S = 60.0
 LONG_S = float(os.environ.get("TWOSTROKE_SOAK_S", "900"))
 LONGEST = 960  # output tokens
@@ -44,14 +58,24 @@ def _left_of(pids: set[int]) -> Iterator[str]:
 
 
 async def _soak(
-    launch: Launch, model_dir: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str], *, seconds: float, tasks: int
+    launch: Launch,
+    model_dir: Path,
+    shm_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    seconds: float,
+    tasks: int,
+    flags: tuple[str, ...] = FLAGS,
+    options: EngineOptions = BARE,
+    transport: str = "shm" if TRANSPORT == "auto" else TRANSPORT,
 ) -> None:
-    """Runs it to the end, tells what came of it, and looks whether anything is left."""
+    """Runs it to the end, tells what came of it, and looks whether anything is left. `options`: of the engine that
+    gives the fault-free outputs. `transport`: by which KV must have gone."""
     seed = _seed(3 if seconds == SHORT_S else random.SystemRandom().randrange(1 << 31))
     work = make_tasks(seed, tasks, LONGEST)
-    expected = await asyncio.to_thread(fault_free, model_dir, work)
-    flags = (*FLAGS, "--transport", TRANSPORT, "--shm-dir", str(shm_dir))
-    async with launch("--model", str(model_dir), *flags) as stack:
+    expected = await asyncio.to_thread(fault_free, model_dir, work, options)
+    flags = ("--model", str(model_dir), *flags, "--transport", TRANSPORT, "--shm-dir", str(shm_dir))
+    async with launch(*flags) as stack:
         soak = Soak(stack, work, expected, seed)
         try:
             await soak.run(seconds)
@@ -64,9 +88,9 @@ async def _soak(
     assert not list(_left_of({event["pid"] for event in stack.events if event["event"] == "started"}))
     assert sum(stream.end == "finished" for stream in soak.ended) > seconds / 2, "hardly anything was served"
     assert any(stream.replays for stream in soak.ended), "no fault met a stream"
-    assert soak.transports() == {"shm" if TRANSPORT == "auto" else TRANSPORT}
+    assert soak.transports() == {transport}
     assert soak.total("preemptions"), "no sequence lost its pages"
-    if soak.transports() == {"shm"}:  # a broken connection's copies count as damaged
+    if transport != "nixl":  # a broken connection's copies count as damaged
         assert not soak.total("damaged_pages")
 
 
@@ -82,6 +106,28 @@ async def test_a_minute_of_faults(launch: Launch, tiny_dir, tmp_path: Path, caps
 async def test_a_long_soak(launch: Launch, tiny_dir, tmp_path: Path, capsys) -> None:
     """TWOSTROKE_SOAK_S seconds (900) of it, by another seed each time."""
     await _soak(launch, tiny_dir, tmp_path, capsys, seconds=LONG_S, tasks=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(GPU_S + 1200)
+@pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="no CUDA device")
+async def test_minutes_of_faults_on_a_gpu(
+    launch: Launch, smollm2_dir: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TWOSTROKE_SOAK_S seconds (150). TWOSTROKE_TEST_DEVICE=cpu tests the test."""
+    monkeypatch.setattr(harness, "START_S", START_S)
+    transport = "cuda_ipc" if ON_GPU else "shm"
+    await _soak(
+        launch,
+        smollm2_dir,
+        tmp_path,
+        capsys,
+        seconds=GPU_S,
+        tasks=96,
+        flags=GPU_FLAGS,
+        options=GPU,
+        transport=transport,
+    )
 
 
 # The soak's own parts
