@@ -20,6 +20,7 @@ from record import Recorder
 
 AHEAD = 32  # tokens of a stream that the gateway may be behind, where it is to join them
 IDLE = 10_000
+MANY_WORKERS = 25
 BARE = Path(__file__).with_name("bare_server.py")
 BARE_PATH = "/bare/Stream"
 WARM_S = 1.0
@@ -76,11 +77,15 @@ class Bench:
         self._rates("events", span, span.messages, "events/s")
 
     async def latency(self) -> None:
-        """From a worker's send to a client's receipt, at half of the rate that `messages` found."""
-        rate = self._rate / 2 or 8000.0
-        async with self._rig.running(WORKERS) as (address, cpu, _), self._rig.grpc_streams(address) as clients:
+        """From a worker's send to a client's receipt, at half of the rate that `messages` found. A step's tokens come
+        at once and leave one after the other: the more workers there are, the fewer wait for each other."""
+        for workers in (WORKERS, MANY_WORKERS):
+            await self._latency(workers, self._rate / 2 or 10_000.0)
+
+    async def _latency(self, workers: int, rate: float) -> None:
+        took: list[float] = []
+        async with self._rig.running(workers) as (address, cpu, _), self._rig.grpc_streams(address) as clients:
             sent = {stream: worker.sent[stream] for worker in self._rig.workers for stream in worker.sent}
-            took: list[float] = []
 
             def got(stream: int, first: int, tokens: int) -> None:
                 now = time.perf_counter()
@@ -96,15 +101,9 @@ class Bench:
                 await asyncio.sleep(self._seconds)
                 span = watch.span()
         percentiles = statistics.quantiles(took, n=100)
-        share = round(span.cpu / span.seconds, 3)
-        self._note(
-            "latency",
-            1e3 * percentiles[49],
-            "ms",
-            p99=round(1e3 * percentiles[98], 3),
-            rate=round(rate),
-            core_share=share,
-        )
+        shares = {"core_share": round(span.cpu / span.seconds, 3), "client_share": round(span.own / span.seconds, 3)}
+        p99 = round(1e3 * percentiles[98], 3)
+        self._note("latency", 1e3 * percentiles[49], "ms", p99=p99, workers=workers, rate=round(rate), **shares)
 
     async def idle(self) -> None:
         """Memory of many open streams that have begun."""
@@ -150,7 +149,7 @@ class Bench:
     ) -> None:
         self._record.add(
             "gateway", value, unit, p99=p99, peer=peer, measure=measure, streams=more.pop("streams", STREAMS),
-            workers=WORKERS, figures=more,
+            workers=more.pop("workers", WORKERS), figures=more,
         )  # fmt: skip
         tail = f", p99 {p99:g}" if p99 is not None else ""
         print(f"{measure}{f' ({peer})' if peer else ''}: {value:,.2f} {unit}{tail} {more}", flush=True)
