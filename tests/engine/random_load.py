@@ -8,8 +8,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twostroke.engine.build import Engine
-from twostroke.engine.request import Request, SamplingParams, SequenceKey, SequenceOutput, Token, Work, sample_keys
+from twostroke.engine.request import (
+    Constraint,
+    ConstraintKind,
+    Request,
+    SamplingParams,
+    SequenceKey,
+    SequenceOutput,
+    Token,
+    Work,
+    sample_keys,
+)
 
+CONSTRAINTS = [  # always with more to follow than the other controls can forbid
+    Constraint(ConstraintKind.REGEX, "[A-Za-z ]{1,900}"),
+    Constraint(ConstraintKind.GRAMMAR, 'start: (/[a-m]/ | "(" start ")" | /[0-9 ]/)+'),
+]
 TIE = 1e-3  # nats: float32 computed in another order may take the other of two tokens that are so close
 
 
@@ -34,6 +48,7 @@ class RandomLoad:
         self.asked: dict[SequenceKey, Asked] = {}
         self._live: set[SequenceKey] = set()
         self._draw = random.Random(seed)
+        self._draw_constraints = random.Random(seed)
         self._vocab = engine.config.vocab_size
         self._ends = engine.config.eos_token_ids
         self._longest, self._in_flight, self._most_tokens = longest, in_flight, most_tokens
@@ -156,6 +171,9 @@ class RandomLoad:
         for name, value in self._controls(tokens, prompt).items():
             if draw.random() < 0.3:
                 changes[name] = value
+        if "allowed_token_ids" not in changes and self._draw_constraints.random() < 0.3:
+            changes["constraint"] = self._draw_constraints.choice(CONSTRAINTS)
+            self.seen["constrained"] += 1
         return replace(params, temperature=draw.choice([0.0, 0.5, 1.0, 2.0]), **changes)
 
     def _controls(self, tokens: int, prompt: int) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import torch
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
+from twostroke.engine.grammars import Grammars
 from twostroke.engine.runner import ModelRunner
+from twostroke.engine.vocabulary import read_vocabulary
 
 from .compile_count import CompileCount
 from .cuda_device import DEVICE, ON_GPU, needs_gpu, poisoned
@@ -62,7 +64,7 @@ def test_in_short_on_the_cpu(tiny: ModuleType, tmp_path: Path, seed: int) -> Non
     for index in range(300):
         checked(load, index)
     load.drain()
-    assert min(load.seen[what] for what in ("ended", "cancelled", "preempted", "PREFILL")) > 3, load.seen
+    assert min(load.seen[what] for what in ("ended", "cancelled", "preempted", "PREFILL", "constrained")) > 3, load.seen
     replay(one, list(load.single())[:40])
     one.core.check_integrity(idle=True)
     greedy = [asked for asked in load.greedy() if asked.tokens]
@@ -93,6 +95,7 @@ def test_the_gpus_runner_gets_what_the_cpus_gets(tiny: ModuleType, tmp_path: Pat
     core = EngineCore(
         runner, chosen, pages=quiet.plan.pages, context_length=config.context_length, vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids, cache_root=b"",
+        grammars=Grammars(read_vocabulary(tmp_path), config.vocab_size, config.eos_token_ids),
     )  # fmt: skip
     load = RandomLoad(
         replace(quiet, core=core, runner=runner, pool=pool), seed, longest=80, in_flight=8, most_tokens=12
