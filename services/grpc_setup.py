@@ -32,11 +32,11 @@ def common_options(max_message_bytes: int) -> list[Option]:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
-    """Tolerates clients that ping each second; binds a port for itself alone."""
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shared: bool = False) -> list[Option]:
+    """Tolerates clients that ping each second; binds a port for itself alone, or `shared` with others that do."""
     return [
         *common_options(max_message_bytes),
-        ("grpc.so_reuseport", 0),  # else a second process on the same port would share its calls silently
+        ("grpc.so_reuseport", int(shared)),  # unasked, a second process on the same port would take calls silently
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         # Calls that the loop has not yet taken. By default gRPC drops some at random from 1000 on, as CANCELLED, but a
@@ -67,9 +67,12 @@ def create_server(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     limits: Sequence[Option] = (),
+    shared: bool = False,
 ) -> grpc.aio.Server:
-    """A server without ports or services. Call it on the loop that will serve. `limits`: of its connections."""
-    return grpc.aio.server(interceptors=list(interceptors), options=[*server_options(max_message_bytes), *limits])
+    """A server without ports or services. Call it on the loop that will serve. `limits`: of its connections. `shared`:
+    other processes may serve on its ports too."""
+    options = [*server_options(max_message_bytes, shared=shared), *limits]
+    return grpc.aio.server(interceptors=list(interceptors), options=options)
 
 
 def connection_fault(details: str) -> str:

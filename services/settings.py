@@ -138,6 +138,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """Address to serve on, host:port; port 0: a free one."""
     http_listen: HttpAddress = "127.0.0.1:8000"
     """Address of the OpenAI API over HTTP; port 0: a free one, as is the default where `listen` has it; `off`: none."""
+    processes: int = Field(1, ge=1, le=32)
+    """Gateway processes that share these addresses and all limits; of use where one core is too little."""
     http_connections: int = Field(16_384, ge=1, le=1 << 20)
     """HTTP connections at once; one more is closed at once."""
     admin_listen: Address = ""

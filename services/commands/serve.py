@@ -35,7 +35,9 @@ SIGTERM drains: what runs goes on for up to --drain-s, nothing new is taken.
 @click.command()
 @settings_options(GatewaySettings)
 @parent_option
-def gateway(config: Path | None, parent: int | None, **options: Any) -> None:
+@click.option("--share", hidden=True, help="What this one of several processes has in common with the others.")
+@click.option("--watch", default="", hidden=True, help="Where a supervisor asks how all processes are, host:port.")
+def gateway(config: Path | None, parent: int | None, share: str | None, watch: str, **options: Any) -> None:
     """Serve the public API in front of workers.
 
     \b
@@ -55,12 +57,27 @@ def gateway(config: Path | None, parent: int | None, **options: Any) -> None:
         raise ConfigError(f"workers: got nothing, takes {wanted} (or let `twostroke up` start them)", field="workers")
     settings = settings.model_copy(update={"name": settings.name or f"gateway-{os.getpid()}"})
     _start_log(settings)
+    if settings.processes > 1 and share is None:
+        sys.exit(_serve_all(settings, watch))
 
     import uvloop
 
     from ..gateway.gateway import serve
+    from ..gateway.processes.share import Share
 
-    uvloop.run(serve(settings))
+    uvloop.run(serve(settings, Share.read(share) if share is not None else None))
+
+
+def _serve_all(settings: GatewaySettings, watch: str) -> int:
+    """Gateways in processes of their own."""
+    import asyncio
+
+    from ...engine.model_files import TEXT_ONLY
+    from ...engine.models import resolve
+    from ..gateway.processes.parent import serve_all
+
+    resolve(settings.model, cache_dir=settings.models_dir, parts=TEXT_ONLY)  # here, once, and not in each of them
+    return asyncio.run(serve_all(settings, watch))
 
 
 def _worker(role: str, config: Path | None, parent: int | None, bars: bool, options: dict[str, Any]) -> None:

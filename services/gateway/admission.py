@@ -15,6 +15,7 @@ from typing import NoReturn
 from ...engine.output_length import OutputLength
 from ...errors import DeadlineExceeded, InvalidRequest, Overloaded, TwostrokeError, Unavailable
 from ..security.tenant import ANYONE, Tenant
+from .board import Board, Cell
 from .ledger import Cost, Ledger, LocalLedger, Refusal
 from .place import Place
 from .queue import Entry, Queue
@@ -34,16 +35,21 @@ class Admission:
         limit: int,
         ledger: Ledger | None = None,
         *,
+        board: Board | None = None,
         max_tokens: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`limit`: answers inside. `ledger`: what tenants have taken; None: one of this process alone. `max_tokens`:
+        """`limit`: answers inside. `ledger`: what tenants have taken; None: one of this process alone. `board`: what is
+        inside the processes that share the limit (two that decide at the same moment may both take the last place);
+        None: there is one. `max_tokens`:
         to be computed for those inside, at most; 0: any number. `draw`: from 0 to 1."""
         self.ledger: Ledger = LocalLedger() if ledger is None else ledger
-        self.queue = Queue(limit, clock)
+        self.board = Board() if board is None else board
+        self.queue = Queue(limit, clock, self.board)
         self.output_length = OutputLength()
         self.refusals: Counter[tuple[str, str]] = Counter()  # by reason and tenant
+        self.on_refusal: Callable[[str, str], None] | None = None  # is told the same
         self._named: set[str] = set()
         self._max_tokens = max_tokens
         self._draw = draw
@@ -79,7 +85,7 @@ class Admission:
         if not self._open:
             raise Unavailable("the gateway is shutting down", retry_after_s=RETRY_S)
         places = max(1, min(answers, self.queue.most))
-        room = places <= self.queue.most - self.queue.places
+        room = places <= self.queue.most - self.queue.all_places
         own = min(places, tenant.limits.max_requests or places)
         if (refusal := self.ledger.acquire(tenant, own)) is not None:
             self._refuse_tenant(tenant, refusal, own)
@@ -97,7 +103,7 @@ class Admission:
     @contextmanager
     def _seated(self, place: Place) -> Iterator[None]:
         self.queue.enter(place.entry)
-        self._inside += place.entry.places
+        self._count_inside(place.entry.places)
         self._idle.clear()
         ours = False
         try:
@@ -108,9 +114,13 @@ class Admission:
         finally:
             place.settle(ours=ours)
             self.queue.leave(place.entry)
-            self._inside -= place.entry.places
+            self._count_inside(-place.entry.places)
             if not self._inside:
                 self._idle.set()
+
+    def _count_inside(self, places: int) -> None:
+        self._inside += places
+        self.board.tell(Cell.INSIDE, self._inside)
 
     # What a place asks for
 
@@ -121,17 +131,18 @@ class Admission:
     def check_tokens(self, place: Place, tokens: int) -> None:
         """Overloaded where there is no room for them; whoever is alone inside has room."""
         queue, most = self.queue, self.max_tokens
-        lacking = queue.tokens + tokens - most
-        if not most or lacking <= 0 or not queue.tokens:
+        before = queue.all_tokens
+        lacking = before + tokens - most
+        if not most or lacking <= 0 or not before:
             return
-        if queue.make_room(place.entry.priority, tokens=min(lacking, queue.tokens)):
+        if queue.make_room(place.entry.priority, tokens=min(lacking, before)):
             return
         self._refuse(
             "queue_tokens",
             place.tenant,
-            f"{queue.tokens} tokens are to be computed for requests that came before, and this one adds {tokens}: more "
+            f"{before} tokens are to be computed for requests that came before, and this one adds {tokens}: more "
             f"than the {most} of max_queue_tokens",
-            self._retry_s(min(lacking, queue.tokens), queue.drain.tokens),
+            self._retry_s(min(lacking, before), queue.tokens_rate),
         )
 
     def charge(self, tenant: Tenant, cost: Cost) -> None:
@@ -152,17 +163,17 @@ class Admission:
     def displaced(self, tenant: Tenant) -> Overloaded:
         """What a request is told whose place a more urgent one took."""
         self._count("displaced", tenant)
-        retry_s = self._retry_s(self.queue.tokens or 1, self.queue.drain.tokens)
+        retry_s = self._retry_s(self.queue.all_tokens or 1, self.queue.tokens_rate)
         return Overloaded("more urgent requests took its place in the queue", retry_after_s=retry_s)
 
     # Refusals
 
     def _make_places(self, tenant: Tenant, priority: int, places: int) -> None:
         queue = self.queue
-        lacking = queue.places + places - queue.most
-        if not queue.make_room(priority, places=lacking):
-            message = f"{queue.places} requests are being served already"
-            self._refuse("queue_places", tenant, message, self._retry_s(lacking, queue.drain.places))
+        lacking = queue.all_places + places - queue.most
+        if lacking > 0 and not queue.make_room(priority, places=lacking):
+            message = f"{queue.all_places} requests are being served already"
+            self._refuse("queue_places", tenant, message, self._retry_s(lacking, queue.places_rate))
 
     def _refuse_tenant(self, tenant: Tenant, refusal: Refusal, places: int) -> NoReturn:
         limit, inside, wait_s = refusal.limit, refusal.inside, refusal.wait_s
@@ -171,9 +182,9 @@ class Admission:
             message = f"tenant {tenant.name!r} has used up the {limit} {what} a minute that it may have"
             self._refuse(refusal.limited, tenant, message, wait_s)
         message = f"{inside} requests of tenant {tenant.name!r} are being served already, of {limit} that it may have"
-        rate = self.queue.drain.places
+        rate = self.queue.places_rate
         if rate is not None:  # its own share of it
-            rate *= min(1.0, inside / max(1, self.queue.places))
+            rate *= min(1.0, inside / max(1, self.queue.all_places))
         self._refuse(refusal.limited, tenant, f"{message} at once", self._retry_s(inside + places - limit, rate))
 
     def _refuse(self, reason: str, tenant: Tenant, message: str, retry_s: float) -> NoReturn:
@@ -183,7 +194,10 @@ class Admission:
     def _count(self, reason: str, tenant: Tenant) -> None:
         if len(self._named) < MAX_TENANTS:
             self._named.add(tenant.name)
-        self.refusals[reason, tenant.name if tenant.name in self._named else OTHERS] += 1
+        name = tenant.name if tenant.name in self._named else OTHERS
+        self.refusals[reason, name] += 1
+        if self.on_refusal is not None:
+            self.on_refusal(reason, name)
 
     def _retry_s(self, lacking: float, rate: float | None) -> float:
         """Seconds until so much is free, by what was measured."""

@@ -10,6 +10,7 @@ from ...errors import InvalidRequest, WorkerNotFound, WrongState
 from ...v1 import cluster_pb2 as pb
 from ...v1 import cluster_pb2_grpc
 from .fleet import Fleet
+from .processes.siblings import Siblings
 from .router import Role
 from .worker_client import WorkerClient
 from .worker_session import MAX_PAIRS
@@ -22,15 +23,21 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Awaitable[Any]]
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """Thin: the fleet knows. Needs an `ErrorInterceptor` on its server."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, siblings: Siblings | None = None) -> None:
+        """`siblings`: what they have at the workers is told too."""
         self._fleet = fleet
+        self._siblings = siblings
 
     async def ListWorkers(  # noqa: N802 - gRPC's name
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
         """All that are configured or found by name."""
         clients = sorted(self._fleet.clients, key=lambda client: client.address)
-        return pb.ListWorkersResponse(workers=[info(client) for client in clients])
+        workers = [info(client) for client in clients]
+        theirs = await self._siblings.requests() if self._siblings is not None else {}
+        for worker in workers:
+            worker.requests += theirs.get(worker.address, 0)
+        return pb.ListWorkersResponse(workers=workers)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         """Passes the order on."""

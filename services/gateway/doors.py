@@ -14,6 +14,7 @@ from .figures import Figures
 from .inference import InferenceServicer
 from .lifecycle import Lifecycle
 from .oip.servicer import Limits, OpenInferenceServicer
+from .processes.siblings import Siblings
 from .vllm_engine.door import engine_servicer
 from .vllm_engine.servicer import SERVICE as VLLM_ENGINE
 
@@ -39,6 +40,7 @@ def add_doors(
     serving: Callable[[], bool],
     admission: Admission,
     figures: Figures,
+    siblings: Siblings,
 ) -> None:
     """Adds those of `door_names`. `serving`: whether requests are taken and could be served."""
     native = InferenceServicer(lifecycle, settings.keep_alive_s)
@@ -50,5 +52,5 @@ def add_doors(
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)
     if settings.vllm_engine:
-        engine = engine_servicer(settings, lifecycle, admission, figures, serving)
+        engine = engine_servicer(settings, lifecycle, admission, figures, serving, siblings.running, siblings.abort)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)

@@ -1,13 +1,16 @@
 """What the gateway counts and measures, in Prometheus' text format."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from .admission import Admission
-from .admission_figures import AdmissionFigures
+from .admission_figures import AdmissionFigures, count_refusals
+from .board import Cell
 from .fleet import Fleet
 from .generation import Finish
 from .transfer_figures import TransferFigures
@@ -22,14 +25,23 @@ DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24,
 class Figures:
     """Of one gateway, over all doors; in a registry of its own."""
 
-    def __init__(self, admission: Admission, fleet: Fleet, wrong: WrongKeys | None = None) -> None:
+    def __init__(
+        self, admission: Admission, fleet: Fleet, wrong: WrongKeys | None = None, folder: Path | None = None
+    ) -> None:
+        """`folder`: where several processes keep what they count; each then tells of all. Of one that died it is told
+        on, as counts may not fall."""
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._registry = CollectorRegistry()
+        self._board = admission.board
+        registry = CollectorRegistry()
+        self._registry = registry
+        if folder is not None:
+            self._registry = CollectorRegistry()
+            MultiProcessCollector(self._registry, str(folder))  # type: ignore[no-untyped-call]
         self._registry.register(_State(admission, fleet))
-        self._registry.register(AdmissionFigures(admission, wrong))
+        self._registry.register(AdmissionFigures(admission))
         self._registry.register(TransferFigures(fleet))
-        registry = self._registry
+        count_refusals(registry, admission, wrong)
         self._responses = Counter(
             "twostroke_http_responses", "HTTP responses; 499: the client left.", ("path", "status"), registry=registry
         )
@@ -70,6 +82,8 @@ class Figures:
             self._cached_tokens += finish.cached_tokens
             self._prompt.inc(finish.prompt_tokens)
             self._cached.inc(finish.cached_tokens)
+            self._board.tell(Cell.PROMPT, self._prompt_tokens)
+            self._board.tell(Cell.CACHED, self._cached_tokens)
         self._replays.inc(finish.replays)
         self._first.observe(times.first_token)
         self._total.observe(times.total)
@@ -78,7 +92,8 @@ class Figures:
 
     def cached_share(self) -> float:
         """Of all prompts' tokens, those found in a prefix cache."""
-        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
+        prompt = self._board.total(Cell.PROMPT)
+        return self._board.total(Cell.CACHED) / prompt if prompt else 0.0
 
     def text(self) -> bytes:
         """All of it."""
@@ -98,7 +113,9 @@ class _State(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The gateway's and each worker's."""
-        yield GaugeMetricFamily("twostroke_answers_inside", "Answers under way.", value=self._admission.inside)
+        yield GaugeMetricFamily(
+            "twostroke_answers_inside", "Answers under way.", value=self._admission.board.total(Cell.INSIDE)
+        )
         names = ("worker", "role")
         gauges = {
             "draining": GaugeMetricFamily("twostroke_worker_draining", "It takes nothing new.", labels=names),

@@ -23,6 +23,7 @@ from ..security.cluster import cluster_dialer, is_local
 from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
 from .admission import RETRY_S, Admission
+from .board import Board
 from .cluster_service import ClusterServicer
 from .constraint_checks import ConstraintChecks
 from .doors import add_doors, door_names
@@ -32,8 +33,13 @@ from .http.app import build_app, build_metrics_app
 from .http.connection import LINGER_S, ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
+from .ledger import LocalLedger
 from .lifecycle import Lifecycle
 from .management import Management
+from .processes.ledger import SharedLedger
+from .processes.memory import SharedMemory
+from .processes.share import Share
+from .processes.siblings import Siblings
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
 from .served_model import ServedModel, longest_token
 from .tools.formats import choose_format
@@ -72,12 +78,16 @@ def load_model(settings: GatewaySettings) -> ServedModel:
 class Gateway:
     """A gateway that runs on the current loop."""
 
-    def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
+    def __init__(self, settings: GatewaySettings, model: ServedModel, share: Share | None = None) -> None:
+        """`share`: of what several processes have in common, where it is one of them."""
         self._settings = settings
         self._model = model
+        memory = SharedMemory(share.descriptor, share.count) if share is not None else None
+        board = memory.board(share.index) if share is not None and memory is not None else Board()
+        ledger = SharedLedger(memory, share.index) if share is not None and memory is not None else LocalLedger()
         identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
         self._changed = asyncio.Event()
-        self.admission = Admission(settings.max_queue, max_tokens=self._max_queue_tokens)
+        self.admission = Admission(settings.max_queue, ledger, board=board, max_tokens=self._max_queue_tokens)
         self.fleet = Fleet(
             settings.workers,
             identity,
@@ -88,7 +98,9 @@ class Gateway:
         )
         self.constraints = ConstraintChecks(model.folder)
         self.authenticator = authenticator(settings)
-        self.figures = Figures(self.admission, self.fleet, self.authenticator.wrong)
+        counts = share.figures if share is not None else None
+        self.figures = Figures(self.admission, self.fleet, self.authenticator.wrong, counts)
+        self.siblings = Siblings(share, board, self.fleet)
         self.lifecycle = Lifecycle(
             model,
             self.fleet,
@@ -105,7 +117,8 @@ class Gateway:
             constraints=self.constraints,
         )
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
-        self._management = Management(settings, self.authenticator, self.fleet, (*door_names(settings), CLUSTER))
+        names = (*door_names(settings), CLUSTER)
+        self._management = Management(settings, self.authenticator, self.fleet, self.siblings, names)
         self.http: HttpDoor | None = None
         self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens
@@ -123,10 +136,11 @@ class Gateway:
             self._is_serving,
             self.admission,
             self.figures,
+            self.siblings,
         )
         elsewhere = bool(settings.admin_listen)
         if not elsewhere:
-            cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet), self._server)
+            cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.fleet, self.siblings), self._server)
         names = door_names(settings) if elsewhere else (*door_names(settings), CLUSTER)
         reflect = settings.reflection and not elsewhere
         self._health = await add_health_and_reflection(self._server, names, reflect=reflect)
@@ -137,6 +151,7 @@ class Gateway:
         warn_of_open_doors(settings, self.authenticator)
         await self._server.start()
         await self._management.start()
+        await self.siblings.start()
         await self._open_http()
         self.fleet.start()
         self._health_task = asyncio.create_task(self._tell_health(self._health))
@@ -158,7 +173,7 @@ class Gateway:
             keep_alive_s=settings.keep_alive_s,
         )
         tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
-        listener = Listener(settings.http_place, tls, frozenset(settings.tls_client_names))
+        listener = Listener(settings.http_place, tls, frozenset(settings.tls_client_names), settings.processes > 1)
         self.http = HttpDoor(app, listener, self._http_limits())
         self.http_address = await self.http.start()
         logger.info("OpenAI API on http%s://%s/v1", "s" if tls is not None else "", self.http_address)
@@ -170,10 +185,11 @@ class Gateway:
         app = build_metrics_app(
             self.lifecycle, self.figures, serving=self._is_serving, authenticate=self.authenticator.authenticate
         )
-        listener = Listener(settings.metrics_listen)
+        shared = settings.processes > 1
+        listener = Listener(settings.metrics_listen, shared=shared)
         if not is_local(settings.metrics_listen):
             tls = listener_context(TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca))
-            listener = Listener(settings.metrics_listen, tls, frozenset(settings.tls_client_names))
+            listener = Listener(settings.metrics_listen, tls, frozenset(settings.tls_client_names), shared)
         self.metrics = HttpDoor(app, listener, self._http_limits())
         logger.info("figures on %s", await self.metrics.start())
 
@@ -201,6 +217,7 @@ class Gateway:
                 logger.info("requests can be served" if serving else "requests cannot be served: no decode worker")
             await health.set_serving(serving)
             await self._management.set_serving(serving)
+            await self.siblings.set_serving(serving)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
         """Admits nothing more and lets streams end, up to `seconds` or until `hurry`; then ends the rest."""
@@ -208,6 +225,7 @@ class Gateway:
         if self._health is not None:
             await self._health.shut_down()
             await self._management.set_serving(False)
+            await self.siblings.set_serving(False)
         if self.http is not None:
             self.http.drain()
         waits = [asyncio.create_task(self.admission.idle()), asyncio.create_task(hurry.wait())]
@@ -229,6 +247,7 @@ class Gateway:
         if self.http is not None:
             await self.http.stop()
         await self._management.stop()
+        await self.siblings.stop()
         if self.metrics is not None:
             await self.metrics.stop()
         await self._server.stop(None)
@@ -237,11 +256,12 @@ class Gateway:
         self._model.threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Runs until SIGTERM or SIGINT: the first drains, the second ends. ConfigError where it cannot start."""
+async def serve(settings: GatewaySettings, share: Share | None = None) -> None:
+    """Runs until SIGTERM or SIGINT: the first drains, the second ends. ConfigError where it cannot start. `share`:
+    where it is one of several processes."""
     take_together()
     model = await asyncio.to_thread(load_model, settings)
-    gateway = Gateway(settings, model)
+    gateway = Gateway(settings, model, share)
     told, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

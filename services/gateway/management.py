@@ -13,6 +13,7 @@ from ..settings import GatewaySettings
 from .auth import Authenticator
 from .cluster_service import ClusterServicer
 from .fleet import Fleet
+from .processes.siblings import Siblings
 from .security import door_credentials, door_server
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,18 @@ class Management:
     """Does nothing where the settings name no `admin_listen`. Callers show an admin's credentials, as everywhere."""
 
     def __init__(
-        self, settings: GatewaySettings, auth: Authenticator, fleet: Fleet, service_names: Sequence[str]
+        self,
+        settings: GatewaySettings,
+        auth: Authenticator,
+        fleet: Fleet,
+        siblings: Siblings,
+        service_names: Sequence[str],
     ) -> None:
         """`service_names`: what reflection tells of."""
         self._settings = settings
         self._auth = auth
         self._fleet = fleet
+        self._siblings = siblings
         self._names = tuple(service_names)
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
@@ -39,7 +46,7 @@ class Management:
             return ""
         credentials = None if is_local(listen) else door_credentials(self._settings)
         server = door_server(self._settings, self._auth, self._names, tls=credentials is not None)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._fleet), server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._fleet, self._siblings), server)
         self._health = await add_health_and_reflection(server, self._names, reflect=self._settings.reflection)
         try:
             address = bind(server, listen, credentials)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .board import Board, Cell
 from .drain_rate import DrainRate
 
 
@@ -30,16 +31,57 @@ class Entry:
 class Queue:
     """One loop owns it."""
 
-    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`places`: for answers, at most."""
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic, board: Board | None = None) -> None:
+        """`places`: for answers, at most. `board`: where processes that share them tell what they have taken."""
         self.most = places
         self.drain = DrainRate(clock)
-        self.places = 0  # taken
-        self.tokens = 0  # charged
+        self._board = Board() if board is None else board
+        self._places = 0
+        self._tokens = 0
         self._waiting: dict[Entry, None] = {}  # no token came as yet; oldest first
         self._ahead: Counter[int] = Counter()  # prompt tokens of these, by priority
         self._charged = 0
         self._order = 0
+
+    @property
+    def places(self) -> int:
+        """Taken in this process."""
+        return self._places
+
+    @places.setter
+    def places(self, value: int) -> None:
+        self._places = value
+        self._board.tell(Cell.PLACES, value)
+
+    @property
+    def tokens(self) -> int:
+        """Charged in this process."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, value: int) -> None:
+        self._tokens = value
+        self._board.tell(Cell.TOKENS, value)
+
+    @property
+    def all_places(self) -> int:
+        """Taken in all processes that share them."""
+        return self._board.total(Cell.PLACES)
+
+    @property
+    def all_tokens(self) -> int:
+        """Charged in all processes."""
+        return self._board.total(Cell.TOKENS)
+
+    @property
+    def places_rate(self) -> float | None:
+        """How many are given back a second, in all processes, as far as this one can tell; None: not known."""
+        return _scaled(self.drain.places, self.places, self.all_places)
+
+    @property
+    def tokens_rate(self) -> float | None:
+        """The same of tokens."""
+        return _scaled(self.drain.tokens, self.tokens, self.all_tokens)
 
     def enter(self, entry: Entry) -> None:
         """Takes its places."""
@@ -135,3 +177,8 @@ class Queue:
             self._ahead[entry.priority] -= entry.prompt
             if self._ahead[entry.priority] <= 0:
                 del self._ahead[entry.priority]
+
+
+def _scaled(rate: float | None, own: int, everybody: int) -> float | None:
+    """What one process measured, for all: as if each gave back as much of what it has."""
+    return rate * max(1.0, everybody / own) if rate is not None and own else rate

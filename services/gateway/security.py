@@ -79,7 +79,8 @@ def door_server(
         idle_s=settings.connection_idle_s,
         age_s=settings.connection_age_s,
     )
-    return create_server(interceptors, max_message_bytes=settings.max_message_bytes, limits=limits)
+    shared = settings.processes > 1
+    return create_server(interceptors, max_message_bytes=settings.max_message_bytes, limits=limits, shared=shared)
 
 
 def warn_of_open_doors(settings: GatewaySettings, auth: Authenticator) -> None:

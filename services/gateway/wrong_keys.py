@@ -27,6 +27,8 @@ class WrongKeys:
         """`per_minute`: failures of an address; 0: any number."""
         self.failures = 0
         self.refusals = 0
+        self.on_failure: Callable[[], None] | None = None  # are told of each
+        self.on_refusal: Callable[[], None] | None = None
         self._per_minute = per_minute
         self._clock_ns = clock_ns
         self._peers: OrderedDict[str, Bucket] = OrderedDict()
@@ -36,6 +38,8 @@ class WrongKeys:
     def failed(self, peer: str) -> None:
         """Credentials from this address were wrong. Overloaded where that happened too often."""
         self.failures += 1
+        if self.on_failure is not None:
+            self.on_failure()
         if not self._per_minute or not peer:
             return
         self._check(peer)
@@ -71,6 +75,8 @@ class WrongKeys:
         wait = bucket.wait_ns(1, self._per_minute, self._clock_ns()) if bucket is not None else 0
         if wait:
             self.refusals += 1
+            if self.on_refusal is not None:
+                self.on_refusal()
             raise Overloaded(
                 f"too many wrong keys came from this address, {self._per_minute} a minute are looked at",
                 retry_after_s=wait / 1e9,

@@ -36,7 +36,9 @@ class ChildSpec:
     """By exit code: the arguments to go on with. Such an end is no failure."""
     http_url: str = ""  # where it serves HTTP, if it does
     health_address: str = ""  # where it serves health besides, if `address` is not for us
+    watch_address: str = ""  # where it tells of its health instead, if not to whoever asks one of those two
     channel: OpenChannel = open_channel  # to where it is asked
+    descriptors: tuple[int, ...] = ()  # files that it inherits
 
 
 class Report(Protocol):
@@ -85,6 +87,11 @@ class Child:
             await self._stopping_within(delay)
         return None
 
+    def hurry(self) -> None:
+        """SIGTERM again, to one that `stop` waits for."""
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+
     async def stop(self) -> None:
         """SIGTERM, time to drain, SIGKILL; returns when the process is gone and no other will come."""
         self._stopping.set()
@@ -112,6 +119,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # ours is for the answer; everything that children say goes to the log
             env=dict(self.spec.environment),
+            pass_fds=self.spec.descriptors,
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone, which knows the order
         )
         self._process = process
@@ -133,7 +141,8 @@ class Child:
 
     async def _watch(self) -> None:
         """A health check each second; kills a process that never gets ready, or falls silent after it was."""
-        probe = HealthProbe(self.spec.health_address or self.spec.address, self.spec.channel)
+        spec = self.spec
+        probe = HealthProbe(spec.watch_address or spec.health_address or spec.address, spec.channel)
         started = time.monotonic()
         ready_at = 0.0
         silent = 0

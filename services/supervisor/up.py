@@ -67,7 +67,7 @@ def plan(
         )
     people = roles(up)
     places = placed(up, worker, len(people), gpus)
-    ports = free_ports(len(people) + 3)
+    ports = free_ports(len(people) + 4)
     host, port = split_address(gateway.listen)
     http_host, http_port = split_address(gateway.http_place) if gateway.http_place else ("", 0)
     gateway = gateway.model_copy(
@@ -93,6 +93,9 @@ def plan(
         door = replace(door, http_url=f"{scheme}://{reachable(gateway.http_listen)}")
     if gateway.tls_cert is not None and is_local(gateway.admin_listen):
         door = replace(door, health_address=gateway.admin_listen)
+    if gateway.processes > 1:  # whichever of them answers at their address speaks for itself
+        watch = f"127.0.0.1:{ports.pop()}"
+        door = replace(door, arguments=(*door.arguments, "--watch", watch), watch_address=watch)
     return Stack(up, door, specs)
 
 

@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where, and how secured. `names`: of which a client's certificate must have one; none: any will do."""
+    """Where, and how secured. `names`: of which a client's certificate must have one; none: any will do. `shared`:
+    other processes listen there too."""
 
     address: str
     tls: SSLContext | None = None
     names: frozenset[str] = frozenset()
+    shared: bool = False
 
 
 class HttpDoor:
@@ -64,7 +66,7 @@ class HttpDoor:
     async def start(self) -> str:
         """Listens; returns host:port. ConfigError where the address cannot be had."""
         loop = asyncio.get_running_loop()
-        listening = _listen(self._listener.address)
+        listening = _listen(self._listener.address, shared=self._listener.shared)
 
         def connect() -> Connection:
             return Connection(self._config, self._state, self._limits, self._listener.names, self._lost.set, loop)
@@ -96,7 +98,7 @@ class HttpDoor:
             await asyncio.wait(list(self._state.tasks), timeout=LINGER_S)
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, *, shared: bool) -> socket.socket:
     """A bound socket whose connections keep no more than UNSENT_BYTES from a client that does not read."""
     host, port = split_address(address)
     bare = host.strip("[]")
@@ -107,6 +109,8 @@ def _listen(address: str) -> socket.socket:
         raise _unusable(address, error) from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ....smg import vllm_engine_pb2 as pb
 from ..admission import Admission
+from ..board import Cell
 from ..fleet import Fleet
 from ..router import Role
 from ..served_model import ServedModel
@@ -99,7 +100,7 @@ class ServerFacts:
         loads = self._fleet.loads()
         decoding = [load for load in loads if load.role is not Role.PREFILL]
         return pb.GetServerInfoResponse(
-            active_requests=self._admission.inside,
+            active_requests=self._admission.board.total(Cell.INSIDE),
             is_paused=self.paused,
             last_receive_timestamp=self._received,
             uptime_seconds=time.monotonic() - self._started,

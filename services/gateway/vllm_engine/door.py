@@ -12,7 +12,7 @@ from .generate import Generate
 from .kv_events import KvEvents
 from .loads import loads_response
 from .running import Running
-from .servicer import VllmEngineServicer
+from .servicer import Abort, VllmEngineServicer
 from .tokenizer_files import TokenizerFiles
 
 
@@ -22,9 +22,12 @@ def engine_servicer(
     admission: Admission,
     figures: Figures,
     serving: Callable[[], bool],
+    running: Running,
+    abort: Abort,
 ) -> VllmEngineServicer:
-    """For the gateway's own server. `serving`: whether requests are taken and could be served."""
-    model, fleet, running = lifecycle.model, lifecycle.fleet, Running()
+    """For the gateway's own server. `serving`: whether requests are taken and could be served. `running`: gets this
+    process' requests. `abort`: ends some, in whichever process they are."""
+    model, fleet = lifecycle.model, lifecycle.fleet
     generate = Generate(
         lifecycle,
         running,
@@ -34,7 +37,7 @@ def engine_servicer(
     )
     return VllmEngineServicer(
         generate,
-        running,
+        abort,
         model,
         read_facts(model.folder),
         ServerFacts(fleet, admission, serving),

@@ -1,6 +1,6 @@
 """The engine door: thin, it converts. All of it runs on the lifecycle that the other doors run on."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -8,19 +8,19 @@ import grpc.aio
 from ....errors import InvalidRequest, Unsupported
 from ....smg import common_pb2, vllm_engine_pb2_grpc
 from ....smg import vllm_engine_pb2 as pb
-from ...security.tenant import current_tenant
+from ...security.tenant import Tenant, current_tenant
 from ..served_model import ServedModel
 from .about import ModelFacts, ServerFacts, model_info
 from .generate import Context, Generate
 from .kv_events import Context as KvContext
 from .kv_events import KvEvents
-from .running import Running
 from .tokenizer_files import TokenizerFiles
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 MAX_ABORTED = 4096  # ids in one Abort
 
 AnyContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Abort: TypeAlias = Callable[[Tenant, Sequence[str]], Awaitable[None]]
 Loads: TypeAlias = Callable[[pb.GetLoadsRequest], pb.GetLoadsResponse]
 
 
@@ -30,7 +30,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
         generate: Generate,
-        running: Running,
+        abort: Abort,
         model: ServedModel,
         facts: ModelFacts,
         server: ServerFacts,
@@ -39,7 +39,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         kv_events: KvEvents,
     ) -> None:
         self._generate = generate
-        self._running = running
+        self._abort = abort
         self._model = model
         self._facts = facts
         self._server = server
@@ -55,10 +55,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await self._generate.run(request, context)
 
     async def Abort(self, request: pb.AbortRequest, context: AnyContext) -> pb.AbortResponse:  # noqa: N802
-        """Of the caller's own requests. The streams end by themselves."""
+        """Of the caller's own requests, in whichever process they are. The streams end by themselves."""
         if len(request.request_ids) > MAX_ABORTED:
             raise InvalidRequest(f"{len(request.request_ids)} request ids, at most {MAX_ABORTED}", field="request_ids")
-        self._running.abort(current_tenant(), request.request_ids)
+        await self._abort(current_tenant(), request.request_ids)
         return pb.AbortResponse()
 
     async def HealthCheck(  # noqa: N802

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atwostroke/v1/cluster.proto\x12\x0ctwostroke.v1\"\xde\x05\n\nWorkerInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twostroke.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twostroke.v1.WorkerState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\x06\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x0c \x01(\x04\x12\x10\n\x08requests\x18\r \x01(\r\x12\x18\n\x10prefilled_tokens\x18\x0e \x01(\x04\x12\x14\n\x0cpushed_pages\x18\x0f \x01(\x04\x12\x0f\n\x07tickets\x18\x10 \x01(\x04\x12\x11\n\tpage_size\x18\x11 \x01(\r\x12\x14\n\x0cunused_share\x18\x12 \x01(\x01\x12\x13\n\x0bmean_length\x18\x13 \x01(\x01\x12\x18\n\x10suited_page_size\x18\x14 \x01(\r\x12\x41\n\rstart_seconds\x18\x15 \x03(\x0b\x32*.twostroke.v1.WorkerInfo.StartSecondsEntry\x12?\n\x0cmemory_bytes\x18\x16 \x03(\x0b\x32).twostroke.v1.WorkerInfo.MemoryBytesEntry\x12/\n\ntransports\x18\x17 \x03(\x0b\x32\x1b.twostroke.v1.PairTransport\x1a\x33\n\x11StartSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10MemoryBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"P\n\rPairTransport\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.twostroke.v1.WorkerInfo\"@\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x11\n\twithin_ms\x18\x03 \x01(\x04\"9\n\rDrainResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.twostroke.v1.WorkerInfo\"W\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.twostroke.v1.WorkerRole\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\";\n\x0fSetRoleResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.twostroke.v1.WorkerInfo*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*w\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x17\n\x13WORKER_STATE_ABSENT\x10\x03\x32\xe7\x01\n\x07\x43luster\x12R\n\x0bListWorkers\x12 .twostroke.v1.ListWorkersRequest\x1a!.twostroke.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.twostroke.v1.DrainRequest\x1a\x1b.twostroke.v1.DrainResponse\x12\x46\n\x07SetRole\x12\x1c.twostroke.v1.SetRoleRequest\x1a\x1d.twostroke.v1.SetRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atwostroke/v1/cluster.proto\x12\x0ctwostroke.v1\"\xde\x05\n\nWorkerInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twostroke.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twostroke.v1.WorkerState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\x06\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x0c \x01(\x04\x12\x10\n\x08requests\x18\r \x01(\r\x12\x18\n\x10prefilled_tokens\x18\x0e \x01(\x04\x12\x14\n\x0cpushed_pages\x18\x0f \x01(\x04\x12\x0f\n\x07tickets\x18\x10 \x01(\x04\x12\x11\n\tpage_size\x18\x11 \x01(\r\x12\x14\n\x0cunused_share\x18\x12 \x01(\x01\x12\x13\n\x0bmean_length\x18\x13 \x01(\x01\x12\x18\n\x10suited_page_size\x18\x14 \x01(\r\x12\x41\n\rstart_seconds\x18\x15 \x03(\x0b\x32*.twostroke.v1.WorkerInfo.StartSecondsEntry\x12?\n\x0cmemory_bytes\x18\x16 \x03(\x0b\x32).twostroke.v1.WorkerInfo.MemoryBytesEntry\x12/\n\ntransports\x18\x17 \x03(\x0b\x32\x1b.twostroke.v1.PairTransport\x1a\x33\n\x11StartSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10MemoryBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"P\n\rPairTransport\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.twostroke.v1.WorkerInfo\"@\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x11\n\twithin_ms\x18\x03 \x01(\x04\"9\n\rDrainResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.twostroke.v1.WorkerInfo\"W\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.twostroke.v1.WorkerRole\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\";\n\x0fSetRoleResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.twostroke.v1.WorkerInfo\":\n\x13SiblingAbortRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"%\n\x14SiblingAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\r\"\x18\n\x16SiblingRequestsRequest\"\x91\x01\n\x17SiblingRequestsResponse\x12\x45\n\x08requests\x18\x01 \x03(\x0b\x32\x33.twostroke.v1.SiblingRequestsResponse.RequestsEntry\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*w\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x17\n\x13WORKER_STATE_ABSENT\x10\x03\x32\xe7\x01\n\x07\x43luster\x12R\n\x0bListWorkers\x12 .twostroke.v1.ListWorkersRequest\x1a!.twostroke.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.twostroke.v1.DrainRequest\x1a\x1b.twostroke.v1.DrainResponse\x12\x46\n\x07SetRole\x12\x1c.twostroke.v1.SetRoleRequest\x1a\x1d.twostroke.v1.SetRoleResponse2\xb2\x01\n\x07Sibling\x12N\n\x05\x41\x62ort\x12!.twostroke.v1.SiblingAbortRequest\x1a\".twostroke.v1.SiblingAbortResponse\x12W\n\x08Requests\x12$.twostroke.v1.SiblingRequestsRequest\x1a%.twostroke.v1.SiblingRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERINFO_STARTSECONDSENTRY']._serialized_options = b'8\001'
   _globals['_WORKERINFO_MEMORYBYTESENTRY']._loaded_options = None
   _globals['_WORKERINFO_MEMORYBYTESENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=1226
-  _globals['_WORKERROLE']._serialized_end=1338
-  _globals['_WORKERSTATE']._serialized_start=1340
-  _globals['_WORKERSTATE']._serialized_end=1459
+  _globals['_SIBLINGREQUESTSRESPONSE_REQUESTSENTRY']._loaded_options = None
+  _globals['_SIBLINGREQUESTSRESPONSE_REQUESTSENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERROLE']._serialized_start=1499
+  _globals['_WORKERROLE']._serialized_end=1611
+  _globals['_WORKERSTATE']._serialized_start=1613
+  _globals['_WORKERSTATE']._serialized_end=1732
   _globals['_WORKERINFO']._serialized_start=45
   _globals['_WORKERINFO']._serialized_end=779
   _globals['_WORKERINFO_STARTSECONDSENTRY']._serialized_start=676
@@ -59,6 +61,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETROLEREQUEST']._serialized_end=1163
   _globals['_SETROLERESPONSE']._serialized_start=1165
   _globals['_SETROLERESPONSE']._serialized_end=1224
-  _globals['_CLUSTER']._serialized_start=1462
-  _globals['_CLUSTER']._serialized_end=1693
+  _globals['_SIBLINGABORTREQUEST']._serialized_start=1226
+  _globals['_SIBLINGABORTREQUEST']._serialized_end=1284
+  _globals['_SIBLINGABORTRESPONSE']._serialized_start=1286
+  _globals['_SIBLINGABORTRESPONSE']._serialized_end=1323
+  _globals['_SIBLINGREQUESTSREQUEST']._serialized_start=1325
+  _globals['_SIBLINGREQUESTSREQUEST']._serialized_end=1349
+  _globals['_SIBLINGREQUESTSRESPONSE']._serialized_start=1352
+  _globals['_SIBLINGREQUESTSRESPONSE']._serialized_end=1497
+  _globals['_SIBLINGREQUESTSRESPONSE_REQUESTSENTRY']._serialized_start=1450
+  _globals['_SIBLINGREQUESTSRESPONSE_REQUESTSENTRY']._serialized_end=1497
+  _globals['_CLUSTER']._serialized_start=1735
+  _globals['_CLUSTER']._serialized_end=1966
+  _globals['_SIBLING']._serialized_start=1969
+  _globals['_SIBLING']._serialized_end=2147
 # @@protoc_insertion_point(module_scope)

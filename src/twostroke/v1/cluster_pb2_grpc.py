@@ -192,3 +192,123 @@ class Cluster:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SiblingStub:
+    """/ Of a gateway process, for the other ones on the same addresses alone: over a socket of the machine, never a port.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Abort = channel.unary_unary(
+                '/twostroke.v1.Sibling/Abort',
+                request_serializer=twostroke_dot_v1_dot_cluster__pb2.SiblingAbortRequest.SerializeToString,
+                response_deserializer=twostroke_dot_v1_dot_cluster__pb2.SiblingAbortResponse.FromString,
+                _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/twostroke.v1.Sibling/Requests',
+                request_serializer=twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsRequest.SerializeToString,
+                response_deserializer=twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsResponse.FromString,
+                _registered_method=True)
+
+
+class SiblingServicer:
+    """/ Of a gateway process, for the other ones on the same addresses alone: over a socket of the machine, never a port.
+    """
+
+    def Abort(self, request, context):
+        """/ Ends requests that are under way at the engine door of this process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Requests(self, request, context):
+        """/ How many sequences of this process are at which worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SiblingServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=twostroke_dot_v1_dot_cluster__pb2.SiblingAbortRequest.FromString,
+                    response_serializer=twostroke_dot_v1_dot_cluster__pb2.SiblingAbortResponse.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsRequest.FromString,
+                    response_serializer=twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'twostroke.v1.Sibling', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('twostroke.v1.Sibling', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Sibling:
+    """/ Of a gateway process, for the other ones on the same addresses alone: over a socket of the machine, never a port.
+    """
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Sibling/Abort',
+            twostroke_dot_v1_dot_cluster__pb2.SiblingAbortRequest.SerializeToString,
+            twostroke_dot_v1_dot_cluster__pb2.SiblingAbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Sibling/Requests',
+            twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsRequest.SerializeToString,
+            twostroke_dot_v1_dot_cluster__pb2.SiblingRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -65,3 +65,33 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _aio.Server) -> None: ...
+
+class SiblingStub:
+    """/ Of a gateway process, for the other ones on the same addresses alone: over a socket of the machine, never a port."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Abort: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SiblingAbortRequest, _cluster_pb2.SiblingAbortResponse]
+    """/ Ends requests that are under way at the engine door of this process."""
+    Requests: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SiblingRequestsRequest, _cluster_pb2.SiblingRequestsResponse]
+    """/ How many sequences of this process are at which worker."""
+
+class SiblingServicer(metaclass=_abc_1.ABCMeta):
+    """/ Of a gateway process, for the other ones on the same addresses alone: over a socket of the machine, never a port."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _cluster_pb2.SiblingAbortRequest,
+        context: _aio.ServicerContext[_cluster_pb2.SiblingAbortRequest, _abc.Awaitable[_cluster_pb2.SiblingAbortResponse]],
+    ) -> _abc.Awaitable[_cluster_pb2.SiblingAbortResponse]:
+        """/ Ends requests that are under way at the engine door of this process."""
+
+    @_abc_1.abstractmethod
+    def Requests(
+        self,
+        request: _cluster_pb2.SiblingRequestsRequest,
+        context: _aio.ServicerContext[_cluster_pb2.SiblingRequestsRequest, _abc.Awaitable[_cluster_pb2.SiblingRequestsResponse]],
+    ) -> _abc.Awaitable[_cluster_pb2.SiblingRequestsResponse]:
+        """/ How many sequences of this process are at which worker."""
+
+def add_SiblingServicer_to_server(servicer: SiblingServicer, server: _aio.Server) -> None: ...

@@ -1,0 +1,1 @@
+"""Several gateway processes on the same addresses: what they share, and who starts them."""
