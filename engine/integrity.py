@@ -136,6 +136,8 @@ def _sets(roster: Roster) -> Iterator[str]:
         yield "the count of expected siblings is wrong"
     if roster.decode_work != sum(sequence.request.work is Work.DECODE for sequence in roster.live.values()):
         yield "the count of DECODE sequences is wrong"
+    if roster.constrained != sum(sequence.matching is not None for sequence in roster.live.values()):
+        yield "the count of constrained sequences is wrong"
 
 
 def _leftovers(roster: Roster) -> Iterator[str]:
