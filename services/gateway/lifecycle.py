@@ -113,7 +113,7 @@ class Lifecycle:
         prompt_ids = await self.model.prompt_ids(source)
         check_length(len(prompt_ids), self.model)
         check_width(request.n, self.fleet.widest())
-        await self._constraints.check(request.sampling.constraint)
+        await self._constraints.check(request.sampling.constraint, request.tenant.name)
         params = complete_params(request, len(prompt_ids), self.model, self.fleet.largest())
         scores = PromptScores(None if request.prompt_logprobs is None else len(prompt_ids))
         deadline = None if request.timeout_s is None else arrival + request.timeout_s
