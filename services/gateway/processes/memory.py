@@ -24,7 +24,8 @@ METER_BYTES = 32  # content (16 bytes), time, and the rate that it leaks at
 METERS = 3
 SLOT_BYTES = DIGEST_BYTES + METERS * METER_BYTES
 PLACE_BYTES = 4
-LOCK_S = 0.02  # for a set's lock; it is held for some microseconds, unless its holder is frozen
+LOCK_S = 0.05  # for a set's lock; it is held for some microseconds, unless its holder gets no time or is frozen
+RETRY_S = 0.0001  # between two tries: so that a holder on the same core gets on
 RAM_DISK = Path("/dev/shm")
 
 BOARD_AT = 0
@@ -48,6 +49,7 @@ class SharedMemory:
         """`descriptor`: of `create_file`; it is kept open, and with it the locks. `count`: of processes."""
         self.count = count
         self._descriptor = descriptor
+        self._stuck: set[int] = set()  # locks that could not be had: they are tried once until they can
         self._map = mmap.mmap(descriptor, SIZE)
         self._view = memoryview(self._map)
         self.slots = self._view[SLOTS_AT:SIZE]  # bytes
@@ -66,12 +68,16 @@ class SharedMemory:
     def locked(self, number: int) -> Iterator[bool]:
         """A set's lock, in the body of a `with`; False: it could not be had within LOCK_S. The kernel takes it from a
         process that dies. One thread of a process may ask."""
-        end = time.monotonic() + LOCK_S
+        end = 0.0
         while not self._try(number):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            end = end or now + LOCK_S
+            if now > end or number in self._stuck:
+                self._stuck.add(number)
                 yield False
                 return
-            os.sched_yield()
+            time.sleep(RETRY_S)
+        self._stuck.discard(number)
         try:
             yield True
         finally:

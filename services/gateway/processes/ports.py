@@ -40,22 +40,23 @@ def _bound(address: str) -> socket.socket:
     host, port = split_address(address)
     bare = host.strip("[]")
     family, kind, protocol, _, place = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as alone:  # with the option, whoever has the address would share it
-        _prepare(alone, bare)
-        alone.bind(place)
+
+    def bind(*options: int) -> socket.socket:
+        it = socket.socket(family, kind, protocol)
+        try:
+            for option in options:
+                it.setsockopt(socket.SOL_SOCKET, option, 1)
+            if family == socket.AF_INET6 and bare == "::":
+                it.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # every interface
+            it.bind(place)
+        except OSError:
+            it.close()
+            raise
+        return it
+
+    with bind(socket.SO_REUSEADDR) as alone:  # who may share it already would else not be noticed
         place = alone.getsockname()
-    holding = socket.socket(family, kind, protocol)
     try:
-        _prepare(holding, bare)
-        holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holding.bind(place)
-    except OSError:
-        holding.close()
-        raise
-    return holding
-
-
-def _prepare(holding: socket.socket, host: str) -> None:
-    holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if holding.family == socket.AF_INET6 and host == "::":
-        holding.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # every interface
+        return bind(socket.SO_REUSEPORT)
+    except OSError:  # connections of one that had it alone linger there; this way it is held less firmly
+        return bind(socket.SO_REUSEPORT, socket.SO_REUSEADDR)
