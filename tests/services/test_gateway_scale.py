@@ -23,6 +23,7 @@ from twostroke.services.gateway.generation import GenerationRequest, Piece, Samp
 from twostroke.services.gateway.lifecycle import Lifecycle
 from twostroke.services.gateway.router import AFFINITY, Role
 from twostroke.services.gateway.served_model import ServedModel
+from twostroke.services.gateway.turns import Turns
 from twostroke.services.identity import draw_identity
 
 from .scale import BUDGET, MAX_TOKENS, ScaleWorker, World, token_of
@@ -123,6 +124,7 @@ class Gateway:
             stream_buffer_bytes=1 << 16,
             slow_reader_s=30,
         )
+        self.lifecycle._turns = Turns(1 << 20)  # steps here are rounds of the loop: what came is written within one
         self.clients = Clients(self.lifecycle, self.world)
 
     async def serve(self, work: Iterable[tuple[Sequence[int], int]], clients: int = CLIENTS) -> None:
