@@ -70,7 +70,7 @@ class DoorSecurity(BaseSettings):
     open_inference: bool = True
     """Serve the Open Inference Protocol (with Triton's stream) beside the native API, on the same port."""
     vllm_engine: bool = True
-    """Serve `vllm.grpc.engine.VllmEngine` too, by which LLM routers take the gateway for an engine, on the same port."""
+    """Serve `vllm.grpc.engine.VllmEngine` there too: LLM routers take the gateway for an engine."""
     reflection: bool = True
     """Serve gRPC's reflection, by which clients learn the API's messages."""
     metrics: bool = True
