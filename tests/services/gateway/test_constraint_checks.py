@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from pathlib import Path
 
 import psutil
@@ -78,10 +77,11 @@ async def test_verdicts_of_the_compiler(tiny_llama_dir: Path) -> None:
             assert says in (await refusal(checks, constraint)).message, constraint.text[:50]
         for constraint in GOOD:
             await checks.check(constraint)
-        began = time.perf_counter()
+        for child in children():
+            child.kill()
         for constraint, says in bad:
             assert says in (await refusal(checks, constraint)).message
-        assert time.perf_counter() - began < 1, "verdicts are kept"
+        assert not children(), "verdicts are kept: nobody was asked"
     finally:
         await checks.stop()
 
@@ -114,10 +114,8 @@ async def test_tenants_wait_for_what_runs_but_not_for_each_other(tiny_llama_dir:
             for n in range(8)
         ]
         await asyncio.sleep(0.1)
-        began = time.perf_counter()
         await checks.check(GOOD[1], "b")
         assert not hostile[2].done(), "one was running, and its turn came next"
-        assert time.perf_counter() - began < 10
         for task in hostile:
             task.cancel()
         await asyncio.gather(*hostile, return_exceptions=True)
@@ -182,7 +180,8 @@ async def test_a_process_that_somebody_ended_is_replaced(tiny_llama_dir: Path) -
 
 def children() -> list[psutil.Process]:
     """The processes that compile."""
-    return [child for child in psutil.Process().children() if "grammar_child" in " ".join(child.cmdline())]
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "grammar_child" in " ".join(child.cmdline())]
 
 
 async def test_stopping_leaves_no_process(tiny_llama_dir: Path) -> None:

@@ -455,16 +455,20 @@ def test_a_closed_loop_ends_the_thread() -> None:
     assert not bench.driver._thread.is_alive()
 
 
-async def test_what_becomes_ready_elsewhere_wakes_it(bench: Bench) -> None:
+async def test_what_becomes_ready_elsewhere_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that could do nothing is tried again: a grammar is compiled."""
+    monkeypatch.setattr("twostroke.services.worker.driver.TICK_S", 600.0)  # which would wake it too
+    bench = Bench()
 
     def begin() -> None:
         bench.core.busy = True
 
     bench.driver.post(begin)
+    bench.driver.start()
     await bench.settled()
     before = bench.core.count
     threading.Thread(target=bench.core.wake).start()
-    async with asyncio.timeout(0.4):  # before the next tick would do it
+    async with asyncio.timeout(20):
         while bench.core.count == before:
             await asyncio.sleep(0.005)
+    await bench.driver.stop()
