@@ -1,7 +1,9 @@
 """One supervised process: started, watched, started again when it dies or hangs."""
 
 import asyncio
+import contextlib
 import math
+import os
 import signal
 import time
 from asyncio.subprocess import Process
@@ -57,6 +59,7 @@ class Child:
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # it serves now
     starts: int = 0
     _process: Process | None = None
+    _handle: int | None = None  # a pidfd of it
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _ready_for: float = 0.0  # how long the last process had been ready when it ended
 
@@ -123,6 +126,8 @@ class Child:
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone, which knows the order
         )
         self._process = process
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            self._handle = os.pidfd_open(process.pid)
         self.report.event("started", name=self.spec.name, pid=process.pid, address=self.spec.address)
         if self._stopping.is_set():  # told while the process was being made
             self._signal(signal.SIGKILL)
@@ -133,9 +138,10 @@ class Child:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             self.ready.clear()
-            if process.returncode is None:  # the supervisor itself is being cancelled
-                process.kill()
-            self._process = None
+            self._signal(signal.SIGKILL)  # where the supervisor itself is being cancelled
+            if self._handle is not None:
+                os.close(self._handle)
+            self._process = self._handle = None
         self.report.event("exited", name=self.spec.name, pid=process.pid, code=code)
         return code
 
@@ -178,9 +184,11 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process that runs now, if any; asyncio knows whether it is gone, so no stranger gets it."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+        """To the process that runs now, if any. By its pidfd, so that no stranger gets it; and asyncio's own way would
+        take the exit code of one that just ended away from whoever waits for it."""
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
 
     async def _stopping_within(self, seconds: float) -> None:
         try:

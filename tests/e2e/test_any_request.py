@@ -19,6 +19,7 @@ from .harness import Launch
 VOCABULARY = 300  # about that of the tiny model
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 ENDINGS = REFUSALS | {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+ENDINGS |= {grpc.StatusCode.RESOURCE_EXHAUSTED}  # a deadline that others' prompts do not leave the time for
 
 TEXTS = st.one_of(
     st.text(max_size=40),

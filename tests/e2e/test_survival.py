@@ -132,7 +132,9 @@ async def test_a_thousand_cancels(launch: Launch, tiny_dir, tmp_path: Path) -> N
                 pass
             except grpc.aio.AioRpcError as error:
                 assert kind == 0, error
-                assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED, error
+                refused = "the deadline is in" in (error.details() or "")  # others' prompts take longer than that
+                wanted = grpc.StatusCode.RESOURCE_EXHAUSTED if refused else grpc.StatusCode.DEADLINE_EXCEEDED
+                assert error.code() is wanted, error
             finally:
                 call.cancel()
 

@@ -1,6 +1,7 @@
 """The supervisor over real processes: order of stopping, restarts, hung ones, and that nothing outlives it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -182,6 +183,26 @@ async def test_a_second_signal_kills(bench: Bench) -> None:
     supervisor.stop()
     await asyncio.wait_for(running, 20)
     assert {e["code"] for e in bench.report.of("exited")} == {-signal.SIGKILL}
+
+
+def kill_and_wait(pid: int) -> None:
+    """Until it is dead, with the loop standing still, so that asyncio has not heard of it."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+async def test_a_signal_to_one_that_just_ended_leaves_its_exit_code(bench: Bench) -> None:
+    """Whoever waits for it gets it, whatever is signalled in between."""
+    child = Child(bench.spec("decode-0"), bench.report)
+    running = asyncio.create_task(child.run())
+    await bench.report.seen("ready")
+    assert child.pid is not None
+    kill_and_wait(child.pid)
+    child.kill()
+    await asyncio.wait_for(running, 20)
+    assert [e["code"] for e in bench.report.of("exited")] == [-signal.SIGKILL]
 
 
 async def test_one_that_does_not_drain_is_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
