@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...engine.constraint_text import check_text
@@ -22,7 +22,8 @@ WAIT_S = 20.0  # most that one of these waits
 class _Check:
     """One constraint; requests that have the same wait for it together."""
 
-    task: "asyncio.Task[str]"
+    key: bytes
+    task: "asyncio.Task[str]" = field(init=False)
     waiting: int = 0  # requests
     begun: bool = False
 
@@ -81,30 +82,36 @@ class ConstraintChecks:
         finally:
             check.waiting -= 1
             if not check.waiting and not check.begun:
+                self._forget(check)  # whoever comes now begins anew
                 check.task.cancel()
 
     def _begin(self, key: bytes, constraint: Constraint, tenant: str) -> _Check:
         if self._turns.waiting(tenant) >= MAX_WAITING:
             raise _too_many(self._wait_s)
-        check = self._running[key] = _Check(asyncio.create_task(self._find_out(key, constraint, tenant)))
-        check.task.add_done_callback(lambda task: self._ended(key, task))
+        check = self._running[key] = _Check(key)
+        check.task = asyncio.create_task(self._find_out(check, constraint, tenant))
+        check.task.add_done_callback(lambda task: self._ended(check, task))
         return check
 
-    def _ended(self, key: bytes, task: "asyncio.Task[str]") -> None:
-        del self._running[key]
+    def _forget(self, check: _Check) -> None:
+        if self._running.get(check.key) is check:
+            del self._running[check.key]
+
+    def _ended(self, check: _Check, task: "asyncio.Task[str]") -> None:
+        self._forget(check)
         if not task.cancelled():
             task.exception()  # seen, though nobody may wait for it any more
 
-    async def _find_out(self, key: bytes, constraint: Constraint, tenant: str) -> str:
+    async def _find_out(self, check: _Check, constraint: Constraint, tenant: str) -> str:
         process = await self._take(tenant)
         try:
-            self._running[key].begun = True
+            check.begun = True
             verdict = await process.verdict(constraint)
         except ConfigError as error:
             verdict = error.message
         finally:
             self._give_back(process)
-        self._verdicts[key] = verdict
+        self._verdicts[check.key] = verdict
         if len(self._verdicts) > KEPT:
             self._verdicts.popitem(last=False)
         return verdict

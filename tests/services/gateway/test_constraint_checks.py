@@ -102,6 +102,21 @@ async def test_a_slow_one_is_ended_and_others_do_not_wait_for_it(tiny_llama_dir:
         await checks.stop()
 
 
+async def test_who_comes_when_the_last_one_leaves_is_answered(tiny_llama_dir: Path) -> None:
+    checks = ConstraintChecks(tiny_llama_dir, processes=1)
+    try:
+        first = asyncio.create_task(checks.check(GOOD[0]))
+        await asyncio.sleep(0)
+        leaving = asyncio.create_task(checks.check(GOOD[1]))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        coming = asyncio.create_task(checks.check(GOOD[1]))
+        await asyncio.gather(first, coming)
+        assert leaving.cancelled()
+    finally:
+        await checks.stop()
+
+
 @pytest.mark.slow
 async def test_tenants_wait_for_what_runs_but_not_for_each_other(tiny_llama_dir: Path) -> None:
     checks = ConstraintChecks(tiny_llama_dir, processes=1, compile_s=1)
