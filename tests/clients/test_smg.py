@@ -56,12 +56,12 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def routing(folder: Path, stack: Stack, log: Path, *flags: str) -> AsyncIterator[Router]:
-    """A router before this stack, once it answers; killed at the end."""
+async def routing(folder: Path, log: Path, *stacks: Stack) -> AsyncIterator[Router]:
+    """A router before these stacks, once it answers; killed at the end."""
     port, figures = free_port(), free_port()
     command = [folder / "bin" / "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(figures), "--log-level", "debug"]
-    command += ["--worker-urls", f"grpc://{stack.address}", "--health-check-interval-secs", "1", *flags]
+    command += ["--health-check-interval-secs", "1", "--worker-urls", *(f"grpc://{each.address}" for each in stacks)]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(*map(str, command), stdout=output, stderr=output, env={})
     base = f"http://127.0.0.1:{port}"
@@ -180,7 +180,7 @@ async def errors(it: Router) -> None:
     for more, message in (
         ({"extra_body": {"stop_token_ids": [70_000]}}, "outside the vocabulary"),
         ({"stop": ["x" * 300]}, "a stop string has 300 characters"),
-        ({"response_format": odd}, "nonsense"),
+        ({"response_format": odd}, "the constraint cannot be used"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, "context length"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
@@ -203,10 +203,10 @@ async def shaped(it: Router) -> None:
     assert json.loads(answer.choices[0].message.content or "")["colour"] in ("red", "blue")
 
 
-async def follows(it: Router) -> None:
+async def follows(it: Router, *, blocks: int = 2) -> None:
     """The router's index has the pages that the workers told of."""
     async with asyncio.timeout(20):
-        while await it.figure("smg_kv_index_blocks") < 2:
+        while await it.figure("smg_kv_index_blocks") < blocks:
             await asyncio.sleep(0.2)
     assert "served a state snapshot" in it.log.read_text()
 
@@ -239,7 +239,7 @@ async def loses_its_workers(stack: Stack, it: Router) -> None:
 
 @pytest.mark.slow
 async def test_chats_through_the_router(launch: Launch, smollm2_dir: Path, smg: Path, tmp_path: Path) -> None:
-    async with launch(*FLAGS) as stack, routing(smg, stack, tmp_path / "smg.log") as it:
+    async with launch(*FLAGS) as stack, routing(smg, tmp_path / "smg.log", stack) as it:
         worker = await it.worker()
         assert worker["is_healthy"]
         assert (worker["models"][0]["id"], worker["labels"]["max_num_seqs"]) == (MODEL, "64")
@@ -265,6 +265,38 @@ async def test_a_router_on_another_machine(launch: Launch, smollm2_dir: Path, sm
         [*_, last] = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
         assert len(last.sha256) == 64
         folder.rename(tmp_path / "elsewhere")
-        async with routing(smg, stack, tmp_path / "smg.log") as it:
+        async with routing(smg, tmp_path / "smg.log", stack) as it:
             await chats(stack, it)
         await stack.whole()
+
+
+@pytest.mark.slow
+async def test_prompts_go_to_the_gateway_that_has_them(
+    launch: Launch, smollm2_dir: Path, smg: Path, tmp_path: Path
+) -> None:
+    """What was asked at one gateway directly, the router asks there again: it knows from the caches' events alone."""
+    flags = (*FLAGS, "--prefill", "0", "--decode", "0", "--both", "1")
+    async with (
+        launch(*flags) as one,
+        launch(*flags) as two,
+        routing(smg, tmp_path / "smg.log", one, two) as it,
+    ):
+        topics = ("painting", "cooking", "sailing", "farming", "weaving", "mining")
+        chats = [
+            [{"role": "user", "content": f"Explain {topic} to me. " + f"I have never heard of {topic}. " * 12}]
+            for topic in topics
+        ]
+        for index, chat in enumerate(chats):
+            message = pb.ChatMessage(role="user", content=chat[0]["content"])
+            request = pb.GenerateRequest(
+                input=pb.Input(chat=pb.Chat(messages=[message])), stopping=pb.Stopping(max_tokens=2)
+            )
+            await (one, two)[index % 2].client.generate(request)
+        await follows(it, blocks=30)
+        for chat in chats:
+            asked: Any = chat
+            answer = await it.sdk.chat.completions.create(model=MODEL, messages=asked, max_tokens=2)
+            usage = answer.usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            assert (usage.prompt_tokens_details.cached_tokens or 0) > 64, chat  # more than the template's beginning
