@@ -33,11 +33,11 @@ from .http.app import build_app, build_metrics_app
 from .http.connection import LINGER_S, ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
-from .ledger import LocalLedger
+from .ledger import Ledger, LocalLedger
 from .lifecycle import Lifecycle
 from .management import Management
 from .processes.ledger import SharedLedger
-from .processes.memory import SharedMemory
+from .processes.memory import TENANTS, WRONG_KEYS, SharedMemory
 from .processes.share import Share
 from .processes.siblings import Siblings
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
@@ -75,6 +75,15 @@ def load_model(settings: GatewaySettings) -> ServedModel:
     )
 
 
+def _books(share: Share | None) -> tuple[Board, Ledger, Ledger | None]:
+    """What is inside, what tenants have taken, and what is shared of wrong keys."""
+    if share is None:
+        return Board(), LocalLedger(), None
+    memory, index = SharedMemory(share.descriptor, share.count), share.index
+    tables = memory.tables
+    return memory.board(index), SharedLedger(tables[TENANTS], index), SharedLedger(tables[WRONG_KEYS], index)
+
+
 class Gateway:
     """A gateway that runs on the current loop."""
 
@@ -82,9 +91,7 @@ class Gateway:
         """`share`: of what several processes have in common, where it is one of them."""
         self._settings = settings
         self._model = model
-        memory = SharedMemory(share.descriptor, share.count) if share is not None else None
-        board = memory.board(share.index) if share is not None and memory is not None else Board()
-        ledger = SharedLedger(memory, share.index) if share is not None and memory is not None else LocalLedger()
+        board, ledger, wrong_keys = _books(share)
         identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
         self._changed = asyncio.Event()
         self.admission = Admission(settings.max_queue, ledger, board=board, max_tokens=self._max_queue_tokens)
@@ -97,7 +104,7 @@ class Gateway:
             channel=cluster_dialer(settings),
         )
         self.constraints = ConstraintChecks(model.folder)
-        self.authenticator = authenticator(settings)
+        self.authenticator = authenticator(settings, wrong_keys)
         counts = share.figures if share is not None else None
         self.figures = Figures(self.admission, self.fleet, self.authenticator.wrong, counts)
         self.siblings = Siblings(share, board, self.fleet)

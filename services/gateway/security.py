@@ -14,14 +14,16 @@ from ..security.tls import TlsFiles, server_credentials
 from ..settings import GatewaySettings
 from .auth import Authenticator, TokenCheck
 from .auth_interceptor import AuthInterceptor
+from .ledger import Ledger
 from .wrong_keys import WrongKeys
 
 logger = logging.getLogger(__name__)
 
 
-def authenticator(settings: GatewaySettings) -> Authenticator:
-    """Of all doors. ConfigError where keys or tokens cannot be checked as asked."""
-    wrong = WrongKeys(settings.wrong_keys_per_minute)
+def authenticator(settings: GatewaySettings, failures: Ledger | None = None) -> Authenticator:
+    """Of all doors. ConfigError where keys or tokens cannot be checked as asked. `failures`: where several processes
+    count wrong keys together."""
+    wrong = WrongKeys(settings.wrong_keys_per_minute, ledger=failures)
     return Authenticator(settings.api_keys, _tokens(settings), default=_tenant_limits(settings), wrong=wrong)
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from ...security.tenant import Tenant
 from ..bucket import Bucket
 from ..ledger import Cost, Limited, LocalLedger, Refusal
-from .memory import DIGEST_BYTES, METER_BYTES, METERS, SETS, SLOT_BYTES, SLOTS, WAYS, SharedMemory
+from .memory import DIGEST_BYTES, METER_BYTES, METERS, SETS, SLOT_BYTES, SLOTS, WAYS, Table
 
 METER = struct.Struct("<QQqQ")
 WORD = (1 << 64) - 1
@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 class SharedLedger:
     """One process' end of it: a `Ledger`."""
 
-    def __init__(self, memory: SharedMemory, index: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """`index`: of this process. `clock_ns`: the same for all processes, as the system's is."""
-        self._memory = memory
+    def __init__(self, table: Table, index: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """`table`: of those who are told apart. `index`: of this process. `clock_ns`: the same for all processes, as
+        the system's is."""
+        self._table = table
         self._clock_ns = clock_ns
         self._own = index * SLOTS
         self._known: dict[str, tuple[int, bytes]] = {}  # (slot, digest) by name; as it was last seen
@@ -49,10 +50,10 @@ class SharedLedger:
         with self._slot(tenant) as slot:
             if slot is None:
                 return self._acquire_alone(tenant, places)
-            most, inside = tenant.limits.max_requests, self._memory.inside(slot)
+            most, inside = tenant.limits.max_requests, self._table.inside(slot)
             if most and inside + places > most:
                 return Refusal("max_requests", most, inside, None)
-            self._memory.places[self._own + slot] += places
+            self._table.places[self._own + slot] += places
         return None
 
     def release(self, tenant: Tenant, places: int) -> None:
@@ -65,7 +66,7 @@ class SharedLedger:
             del self._lent[tenant.name]
         if places:
             slot, _ = self._place(tenant.name)
-            self._memory.places[self._own + slot] -= places
+            self._table.places[self._own + slot] -= places
 
     def charge(self, tenant: Tenant, cost: Cost) -> Refusal | None:
         """See `Ledger`."""
@@ -79,7 +80,7 @@ class SharedLedger:
             asked = [(self._read(slot, which), which, amount, limit) for which, amount, limit in touched]
             wait, which, limit = max((meter.wait_ns(amount, limit, now), w, limit) for meter, w, amount, limit in asked)
             if wait:
-                return Refusal(NAMES[which], limit, self._memory.inside(slot), wait / 1e9)
+                return Refusal(NAMES[which], limit, self._table.inside(slot), wait / 1e9)
             for meter, which, amount, limit in asked:
                 self._add(slot, which, meter, amount, limit, now)
         return None
@@ -101,7 +102,7 @@ class SharedLedger:
     def inside(self, tenant: Tenant) -> int:
         """See `Ledger`."""
         found = self._known.get(tenant.name)
-        shared = self._memory.inside(found[0]) if found is not None and self._stands(*found) else 0
+        shared = self._table.inside(found[0]) if found is not None and self._stands(*found) else 0
         return shared + self._alone.inside(tenant)
 
     # Where a tenant stands
@@ -111,7 +112,7 @@ class SharedLedger:
         """Its slot, locked; None where it has none now."""
         digest = self._place(tenant.name)[1]
         number = _set_of(digest)
-        with self._memory.locked(number) as locked:
+        with self._table.locked(number) as locked:
             slot = self._find(tenant.name, digest, number) if locked else None
             if slot is None:
                 self._warn("locked" if not locked else "full")
@@ -129,7 +130,7 @@ class SharedLedger:
 
     def _forget_names(self) -> None:
         """But those of tenants that have places here."""
-        places = self._memory.places
+        places = self._table.places
         self._known = {name: place for name, place in self._known.items() if places[self._own + place[0]]}
 
     def _find(self, name: str, digest: bytes, number: int) -> int | None:
@@ -144,35 +145,35 @@ class SharedLedger:
             if slot is None:
                 return None
             start = slot * SLOT_BYTES
-            self._memory.slots[start : start + SLOT_BYTES] = digest + bytes(SLOT_BYTES - DIGEST_BYTES)
+            self._table.slots[start : start + SLOT_BYTES] = digest + bytes(SLOT_BYTES - DIGEST_BYTES)
         self._known[name] = (slot, digest)
         return slot
 
     def _stands(self, slot: int, digest: bytes) -> bool:
         start = slot * SLOT_BYTES
-        return self._memory.slots[start : start + DIGEST_BYTES] == digest
+        return self._table.slots[start : start + DIGEST_BYTES] == digest
 
     def _idle(self, slot: int) -> bool:
         """Whether nobody has places there and all that was charged has leaked: as good as unknown."""
         if self._stands(slot, NO_DIGEST):
             return True
         now = self._clock_ns()
-        return not self._memory.inside(slot) and all(self._empty(slot, which, now) for which in range(METERS))
+        return not self._table.inside(slot) and all(self._empty(slot, which, now) for which in range(METERS))
 
     def _empty(self, slot: int, which: int, now: int) -> bool:
-        low, high, at, rate = METER.unpack_from(self._memory.slots, _meter_at(slot, which))
+        low, high, at, rate = METER.unpack_from(self._table.slots, _meter_at(slot, which))
         return Bucket(high << 64 | low, at).empty(rate, now)
 
     # Its minute
 
     def _read(self, slot: int, which: int) -> Bucket:
-        low, high, at, _ = METER.unpack_from(self._memory.slots, _meter_at(slot, which))
+        low, high, at, _ = METER.unpack_from(self._table.slots, _meter_at(slot, which))
         return Bucket(high << 64 | low, at)
 
     def _add(self, slot: int, which: int, meter: Bucket, amount: int, limit: int, now: int) -> None:
         meter.add(amount, limit, now)
         content = min(meter.content, MOST)
-        METER.pack_into(self._memory.slots, _meter_at(slot, which), content & WORD, content >> 64, meter.at_ns, limit)
+        METER.pack_into(self._table.slots, _meter_at(slot, which), content & WORD, content >> 64, meter.at_ns, limit)
 
     # Without the others
 
@@ -184,7 +185,7 @@ class SharedLedger:
 
     def _share(self, tenant: Tenant, places: int) -> Tenant:
         """With this process' share of its limits, which one request always fits into."""
-        count, limits = self._memory.count, tenant.limits
+        count, limits = self._table.count, tenant.limits
         most = -(-(limits.max_requests or 0) // count)
         share = replace(
             limits,

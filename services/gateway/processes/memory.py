@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ..board import CELL_BYTES, Board, Cell
@@ -28,10 +28,13 @@ LOCK_S = 0.05  # for a set's lock; it is held for some microseconds, unless its 
 RETRY_S = 0.0001  # between two tries: so that a holder on the same core gets on
 RAM_DISK = Path("/dev/shm")
 
-BOARD_AT = 0
-PLACES_AT = BOARD_AT + MAX_PROCESSES * len(Cell) * CELL_BYTES
-SLOTS_AT = PLACES_AT + MAX_PROCESSES * SLOTS * PLACE_BYTES
-SIZE = SLOTS_AT + SLOTS * SLOT_BYTES
+ROW_BYTES = len(Cell) * CELL_BYTES
+BOARD_BYTES = MAX_PROCESSES * ROW_BYTES
+PLACES_BYTES = MAX_PROCESSES * SLOTS * PLACE_BYTES
+TABLE_BYTES = PLACES_BYTES + SLOTS * SLOT_BYTES
+TENANTS, WRONG_KEYS = range(2)  # tables: whoever fills the second one displaces nobody in the first
+TABLES = 2
+SIZE = BOARD_BYTES + TABLES * TABLE_BYTES
 
 
 def create_file() -> int:
@@ -42,31 +45,62 @@ def create_file() -> int:
         return os.dup(file.fileno())
 
 
-class SharedMemory:
-    """One process' view of it."""
+class Table:
+    """Slots, in sets, each with a lock; and what each process has of each slot."""
 
-    def __init__(self, descriptor: int, count: int) -> None:
-        """`descriptor`: of `create_file`; it is kept open, and with it the locks. `count`: of processes."""
+    def __init__(self, view: memoryview, locks: "Locks", first_lock: int, count: int) -> None:
+        """`count`: of processes."""
         self.count = count
-        self._descriptor = descriptor
-        self._stuck: set[int] = set()  # locks that could not be had: they are tried once until they can
-        self._map = mmap.mmap(descriptor, SIZE)
-        self._view = memoryview(self._map)
-        self.slots = self._view[SLOTS_AT:SIZE]  # bytes
-        self.places = self._view[PLACES_AT:SLOTS_AT].cast("I")  # by process, then slot
-        self._cells = self._view[BOARD_AT:PLACES_AT].cast("q")
-
-    def board(self, index: int) -> Board:
-        """Of process `index`."""
-        return Board(self._cells, index, self.count)
+        self.places = view[:PLACES_BYTES].cast("I")  # by process, then slot
+        self.slots = view[PLACES_BYTES:]  # bytes
+        self._locks = locks
+        self._first_lock = first_lock
 
     def inside(self, slot: int) -> int:
         """Places of a slot, of all processes."""
         return sum(self.places[slot : self.count * SLOTS : SLOTS])
 
+    def locked(self, number: int) -> AbstractContextManager[bool]:
+        """A set's lock: see `Locks.held`."""
+        return self._locks.held(self._first_lock + number)
+
+
+class SharedMemory:
+    """One process' view of it."""
+
+    def __init__(self, descriptor: int, count: int) -> None:
+        """`descriptor`: of `create_file`; it is kept open, and with it the locks. `count`: of processes."""
+        self._count = count
+        self._view = memoryview(mmap.mmap(descriptor, SIZE))
+        self._cells = self._view[:BOARD_BYTES].cast("q")
+        locks, starts = Locks(descriptor), [BOARD_BYTES + number * TABLE_BYTES for number in range(TABLES)]
+        self.tables = [
+            Table(self._view[start : start + TABLE_BYTES], locks, number * SETS, count)
+            for number, start in enumerate(starts)
+        ]
+
+    def board(self, index: int) -> Board:
+        """Of process `index`."""
+        return Board(self._cells, index, self._count)
+
+    def forget(self, index: int) -> None:
+        """Everything that process `index` had is free again. It must be gone."""
+        none = memoryview(bytes(SLOTS * PLACE_BYTES)).cast("I")
+        for table in self.tables:
+            table.places[index * SLOTS : (index + 1) * SLOTS] = none
+        self._view[index * ROW_BYTES : (index + 1) * ROW_BYTES] = bytes(ROW_BYTES)
+
+
+class Locks:
+    """Of bytes of a file, which other processes have too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._stuck: set[int] = set()  # those that could not be had: they are tried once until they can
+
     @contextmanager
-    def locked(self, number: int) -> Iterator[bool]:
-        """A set's lock, in the body of a `with`; False: it could not be had within LOCK_S. The kernel takes it from a
+    def held(self, number: int) -> Iterator[bool]:
+        """A lock, in the body of a `with`; False: it could not be had within LOCK_S. The kernel takes it from a
         process that dies. One thread of a process may ask."""
         end = 0.0
         while not self._try(number):
@@ -82,13 +116,6 @@ class SharedMemory:
             yield True
         finally:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, number)
-
-    def forget(self, index: int) -> None:
-        """Everything that process `index` had is free again. It must be gone."""
-        at, size = PLACES_AT + index * SLOTS * PLACE_BYTES, SLOTS * PLACE_BYTES
-        self._view[at : at + size] = bytes(size)
-        row = len(Cell) * CELL_BYTES
-        self._view[BOARD_AT + index * row : BOARD_AT + (index + 1) * row] = bytes(row)
 
     def _try(self, number: int) -> bool:
         try:

@@ -46,7 +46,8 @@ class Parent:
         if event == "exited":
             self._memory.forget(self._index[name])
         said = ", ".join(f"{key} {value}" for key, value in details.items() if key not in ("name", "address"))
-        level = logging.WARNING if event in ("exited", "hung", "gave_up") else logging.INFO
+        wrong = event in ("hung", "gave_up") or (event == "exited" and details.get("code"))
+        level = logging.WARNING if wrong else logging.INFO
         logger.log(level, "gateway process %s: %s%s", name, event.replace("_", " "), f" ({said})" if said else "")
 
     @property

@@ -4,6 +4,7 @@ import pytest
 
 from twostroke.errors import Overloaded
 from twostroke.services.gateway import wrong_keys
+from twostroke.services.gateway.ledger import LocalLedger
 from twostroke.services.gateway.wrong_keys import WrongKeys, address_of
 
 
@@ -97,3 +98,22 @@ def test_the_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_addresses(peer: str, address: str) -> None:
     assert address_of(peer) == address
+
+
+def test_processes_count_an_address_together() -> None:
+    """Two that count in one ledger let in no more than one would; a question costs nothing."""
+    clock = Clock()
+    ledger = LocalLedger(clock)
+    here, there = WrongKeys(3, clock, ledger), WrongKeys(3, clock, ledger)
+    for each in (here, there, here):
+        each.right("good", "1.2.3.4")  # asks, unless it was right before
+        each.failed("1.2.3.4")
+    for each in (here, there):
+        with pytest.raises(Overloaded) as caught:
+            each.failed("1.2.3.4")
+        assert caught.value.retry_after_s == 20.0
+        with pytest.raises(Overloaded):
+            each.right("other", "1.2.3.4")
+        each.right("good", "1.2.3.4")
+        each.failed("1.2.3.5")
+    assert (here.failures, there.failures) == (4, 3)

@@ -36,7 +36,7 @@ class Rig:
     def __init__(self, descriptor: int) -> None:
         self.clock = Clock()
         self.memories = [SharedMemory(descriptor, COUNT) for _ in range(COUNT)]
-        self.ledgers = [SharedLedger(memory, i, self.clock) for i, memory in enumerate(self.memories)]
+        self.ledgers = [SharedLedger(memory.tables[0], i, self.clock) for i, memory in enumerate(self.memories)]
         self.plain = LocalLedger(self.clock)
         self.held: list[Counter[str]] = [Counter() for _ in range(COUNT)]
 
@@ -46,7 +46,7 @@ class Rig:
         for name, places in self.held[index].items():
             self.plain.release(Tenant(name), places)
         self.held[index].clear()
-        self.ledgers[index] = SharedLedger(self.memories[index], index, self.clock)
+        self.ledgers[index] = SharedLedger(self.memories[index].tables[0], index, self.clock)
 
     def check(self) -> None:
         """Everybody sees what everybody has."""
@@ -107,7 +107,7 @@ def test_several_ends_are_one_ledger(steps: list[tuple[str, int, str, Limits, in
             it.check()
         for index in range(COUNT):
             it.die(index)
-        assert not any(it.memories[0].places)
+        assert not any(it.memories[0].tables[0].places)
 
 
 def crowd(count: int) -> list[Tenant]:
@@ -145,7 +145,7 @@ def test_without_a_slot_a_process_has_its_share(caplog: pytest.LogCaptureFixture
             assert ledger.inside(late) == 0
         for tenant in tenants[1:WAYS]:
             it.ledgers[0].release(tenant, 1)
-        assert not any(it.memories[0].places)
+        assert not any(it.memories[0].tables[0].places)
 
 
 def test_a_slot_is_kept_until_what_was_charged_has_leaked() -> None:
@@ -171,7 +171,7 @@ from twostroke.services.gateway.processes.memory import SharedMemory
 from twostroke.services.security.limits import Limits
 from twostroke.services.security.tenant import Tenant
 memory.LOCK_S = 60
-ledger = SharedLedger(SharedMemory(int(sys.argv[1]), 2), int(sys.argv[2]), lambda: 0)
+ledger = SharedLedger(SharedMemory(int(sys.argv[1]), 2).tables[0], int(sys.argv[2]), lambda: 0)
 tenant = Tenant("acme", limits=Limits(max_requests=3, requests_per_minute=1_000_000_000))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -188,7 +188,7 @@ print(granted)
 HOLD = """
 import sys
 from twostroke.services.gateway.processes.memory import SharedMemory
-with SharedMemory(int(sys.argv[1]), 2).locked(int(sys.argv[2])) as locked:
+with SharedMemory(int(sys.argv[1]), 2).tables[0].locked(int(sys.argv[2])) as locked:
     print(locked, flush=True)
     sys.stdin.readline()
 """
@@ -211,9 +211,9 @@ async def test_processes_that_decide_at_the_same_time() -> None:
     assert all(int(out) > 0 for out, _ in told)
     assert [process.returncode for process in processes] == [0, 0]
     memory = SharedMemory(descriptor, 2)
-    assert not any(memory.places)
+    assert not any(memory.tables[0].places)
     tenant = Tenant("acme", limits=Limits(requests_per_minute=4001))
-    ledger = SharedLedger(memory, 0, lambda: 0)
+    ledger = SharedLedger(memory.tables[0], 0, lambda: 0)
     assert ledger.charge(tenant, Cost(1)) is None
     assert ledger.charge(tenant, Cost(1)) is not None
     os.close(descriptor)
@@ -225,7 +225,7 @@ async def test_a_frozen_holder_of_a_lock_holds_nobody_up_for_long(caplog: pytest
     holder = await child(HOLD, descriptor, 7)
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"True\n"
-    ledger = SharedLedger(SharedMemory(descriptor, 2), 0)
+    ledger = SharedLedger(SharedMemory(descriptor, 2).tables[0], 0)
     assert ledger.acquire(tenant, 3) is None
     assert ledger.acquire(tenant, 1) == Refusal("max_requests", 3, 3, None)
     assert [record.message for record in caplog.records if "locked" in record.message]
@@ -247,5 +247,5 @@ def test_names_are_spread_and_forgotten() -> None:
             ledger._place(f"n{number}")
         assert len(ledger._known) < 70_000
         ledger.release(Tenant("kept"), 1)
-        assert not any(it.memories[0].places)
+        assert not any(it.memories[0].tables[0].places)
         assert SLOT_BYTES * SETS * WAYS < 4 << 20

@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 import httpx2
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twostroke.services.grpc_setup import open_channel
 from twostroke.services.security.api_keys import new_key
@@ -198,7 +199,9 @@ async def test_two_processes_are_one_gateway(tiny_llama_dir: Path, tmp_path: Pat
         # The end: all are told, what runs may finish.
         it.process.terminate()
         await it.told(r"draining for up to 10 s", 2)
-        await it.stub(first).Abort(pb.AbortRequest(request_ids=["other"]), metadata=it.metadata)
+        check = health_pb2_grpc.HealthStub(it.channels[second]).Check(health_pb2.HealthCheckRequest())
+        assert (await check).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await it.stub(second).Abort(pb.AbortRequest(request_ids=["other"]), metadata=it.metadata)
         assert (await finish(other)).finish_reason == "abort"
         assert await asyncio.wait_for(it.process.wait(), 20) == 0
         await until(lambda: not worker.live)
