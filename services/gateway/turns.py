@@ -8,13 +8,14 @@ import asyncio
 from collections import deque
 
 AT_ONCE = 8  # messages; more cost less by the message, fewer let more tokens join
+SHARE = 16  # at least one in so many of those who wait: a round that reads from hundreds of workers takes long
 
 
 class Turns:
     """All streams of a loop share it."""
 
     def __init__(self, most: int = AT_ONCE) -> None:
-        """`most`: turns each time that the loop comes round."""
+        """`most`: turns each time that the loop comes round, where not too many wait."""
         self._most = most
         self._left = most
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -40,11 +41,11 @@ class Turns:
 
     def _round(self) -> None:
         self._called = False
-        self._left = self._most
+        self._left = turns = max(self._most, len(self._waiting) // SHARE)
         while self._waiting and self._left:
             waiter = self._waiting.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 self._left -= 1
-        if self._left < self._most:
+        if self._left < turns:
             self._call()

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from twostroke.services.gateway.turns import Turns
+from twostroke.services.gateway.turns import SHARE, Turns
 
 
 async def test_so_many_at_once_then_the_loop_comes_round() -> None:
@@ -66,3 +66,13 @@ async def test_an_idle_loop_is_left_alone() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not turns._called
+
+
+async def test_where_very_many_wait_more_go_at_once() -> None:
+    turns = Turns(2)
+    loop = asyncio.get_running_loop()
+    waiters: list[asyncio.Future[None]] = [loop.create_future() for _ in range(10 * SHARE)]
+    for waiter in waiters:
+        turns.queue(waiter)
+    await asyncio.sleep(0)
+    assert [waiter.done() for waiter in waiters] == [True] * 10 + [False] * (len(waiters) - 10)
