@@ -100,6 +100,16 @@ async def refusal(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
     raise AssertionError("the call succeeded")
 
 
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a stream ends with, once what came before it is read: its last message says so too, or not."""
+    return await refusal(_drained(call))
+
+
+async def _drained(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 def detail(error: grpc.aio.AioRpcError, kind: type[Any]) -> Any:
     """A detail of a rich status, or None."""
     status = rpc_status.from_call(error)

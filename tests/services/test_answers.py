@@ -12,7 +12,7 @@ from twostroke.services.gateway.lifecycle import together
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 
-from .cluster import Cluster, cluster, field_of, refusal, text_request, token_ids, until
+from .cluster import Cluster, cluster, failure, field_of, refusal, text_request, token_ids, until
 from .stand_in_worker import EOS, SAMPLE_STEP, Script, StandIn
 
 Code = grpc.StatusCode
@@ -103,7 +103,7 @@ async def test_the_client_s_end_is_the_end_of_all_answers(tiny_llama_dir: Path, 
         if how == "cancel":
             call.cancel()
         else:
-            assert (await refusal(call.read())).code() is Code.DEADLINE_EXCEEDED
+            assert (await failure(call)).code() is Code.DEADLINE_EXCEEDED
         await it.idle()
 
 

@@ -22,7 +22,7 @@ from twostroke.services.grpc_setup import open_channel
 from twostroke.services.settings import GatewaySettings
 from twostroke.v1 import inference_pb2_grpc
 
-from ..cluster import cluster, refusal, retry_s, text_request, token_ids, until
+from ..cluster import cluster, failure, refusal, retry_s, text_request, token_ids, until
 from ..stand_in_worker import Script, StandIn
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -177,7 +177,7 @@ async def test_the_second_signal_ends(tiny_llama_dir: Path) -> None:
         it.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             assert await it.wait() == 0
-        assert (await refusal(call.read())).code() is grpc.StatusCode.UNAVAILABLE
+        assert (await failure(call)).code() is grpc.StatusCode.UNAVAILABLE
         await until(lambda: not worker.live)
     await worker.stop()
 

@@ -16,7 +16,7 @@ from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
 from twostroke.v1 import worker_pb2 as wpb
 
-from ..cluster import Cluster, cluster, field_of, refusal, retry_s, text_request, token_ids, until
+from ..cluster import Cluster, cluster, failure, field_of, refusal, retry_s, text_request, token_ids, until
 from ..stand_in_worker import EOS, Script, StandIn
 
 Code = grpc.StatusCode
@@ -188,7 +188,7 @@ async def test_a_cancel_frees_everything_in_every_phase(tiny_llama_dir: Path, ph
         elif how == "disconnect":
             await channel.close()
         else:
-            assert (await refusal(call.read())).code() is Code.DEADLINE_EXCEEDED
+            assert (await failure(call)).code() is Code.DEADLINE_EXCEEDED
             assert 0 < it.worker("d0").submits[0].timeout_ms <= 1100  # gRPC rounds up on the wire
         await it.idle()
         number = it.worker("d0").submits[0].request
