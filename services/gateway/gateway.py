@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from ...engine.detokenizer import Detokenizer
 from ...engine.model_config import ModelConfig
@@ -47,6 +48,7 @@ from .tools.formats import choose_format
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
 QUEUE_DEPTH = 4  # tokens that may wait or run, of those that fit into the decode workers' KV pools at once
+MEET_S = 5.0
 LAST_WORDS_S = 2.0  # for statuses to leave before the server stops
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Gateway:
         """`share`: of what several processes have in common, where it is one of them."""
         self._settings = settings
         self._model = model
+        self._share = share
         board, ledger, wrong_keys = _books(share)
         identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
         self._changed = asyncio.Event()
@@ -135,6 +138,8 @@ class Gateway:
     async def start(self) -> str:
         """Serves; returns host:port. ConfigError where the address cannot be had."""
         settings = self._settings
+        if self._share is not None:
+            await self._meet_workers()
         add_doors(
             self._server,
             settings,
@@ -160,10 +165,20 @@ class Gateway:
         await self._management.start()
         await self.siblings.start()
         await self._open_http()
-        self.fleet.start()
+        if self._share is None:
+            self.fleet.start()
         self._health_task = asyncio.create_task(self._tell_health(self._health))
         logger.info("serving %s on %s", self._model.name, address)
         return address
+
+    async def _meet_workers(self) -> None:
+        """Until one that decodes is met, or for a while. Of several processes one that listens gets its part of the
+        connections, also while it could not serve what the others can."""
+        self.fleet.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MEET_S):
+                while not self.fleet.can_decode:
+                    await self.fleet.change()
 
     async def _open_http(self) -> None:
         settings = self._settings

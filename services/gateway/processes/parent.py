@@ -25,6 +25,7 @@ from .memory import SharedMemory, create_file
 from .ports import held
 from .share import FIGURES, FIGURES_VARIABLE, Share
 
+MOST_PATH = 96  # bytes: a socket's own may have 107
 READY_S = math.inf  # for a process until it knows a worker that decodes: there may be none yet
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ def _shared() -> Iterator[tuple[int, Path]]:
     try:
         folder = Path(tempfile.mkdtemp(prefix="twostroke-gateway-"))
         try:
+            if len(os.fsencode(folder)) > MOST_PATH:
+                raise ConfigError(f"TMPDIR: {folder} is too long for sockets: name a shorter folder", field="TMPDIR")
             (folder / FIGURES).mkdir()
             yield descriptor, folder
         finally:
