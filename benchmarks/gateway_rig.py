@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -47,12 +46,8 @@ def model_directory(directory: Path) -> Path:
 def process(core: int, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """Python with these words, on one core; ends with the block."""
     with log.open("ab") as file:
-        started = subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=file,
-            preexec_fn=partial(os.sched_setaffinity, 0, {core}),
-        )
+        started = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=file)
+        os.sched_setaffinity(started.pid, {core})  # before it has threads; gRPC here would not survive code in a fork
         try:
             yield started
         finally:
