@@ -134,6 +134,17 @@ def test_where_http_is_served() -> None:
     assert caught.value.field == "http_listen"
 
 
+def test_a_gateway_of_several_processes_tells_of_all_of_them_elsewhere() -> None:
+    stack = plan(UpSettings(), GatewaySettings(listen=free(), processes=3), WORKER)
+    gateway, _ = settings_of(stack)
+    assert gateway.processes == 3
+    assert parsed(stack.gateway.arguments)[1]["watch"] == stack.gateway.watch_address
+    assert stack.gateway.watch_address not in ("", gateway.listen, gateway.http_place, *gateway.workers)
+    alone = plan(UpSettings(), GatewaySettings(listen=free()), WORKER).gateway
+    assert "--watch" not in alone.arguments
+    assert not alone.watch_address
+
+
 def test_wildcards_are_reached_on_loopback() -> None:
     assert reachable("0.0.0.0:5") == "127.0.0.1:5"
     assert reachable(":5") == "127.0.0.1:5"

@@ -1,6 +1,7 @@
 """`twostroke gateway --processes 2`, as one gateway: limits, Abort, figures; one that is killed, and the end."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -108,6 +109,13 @@ async def finish(call: Any) -> pb.GenerateComplete:
     return end
 
 
+async def ending(call: Any) -> grpc.StatusCode:
+    """The status of a stream, all of which is read."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await finish(call)
+    return await asyncio.wait_for(call.code(), 10)
+
+
 @asynccontextmanager
 async def doors(model: Path, tmp_path: Path, worker: StandIn, **limits: int) -> AsyncIterator[Doors]:
     """Started, and ended by SIGTERM unless the test did so."""
@@ -180,7 +188,7 @@ async def test_two_processes_are_one_gateway(tiny_llama_dir: Path, tmp_path: Pat
         # One is killed: the other's streams go on, the places of the dead one are free, another one takes its place.
         lost = await it.begun(first, "lost")
         os.kill(it.pid(first), signal.SIGKILL)
-        assert await asyncio.wait_for(lost.code(), 10) is grpc.StatusCode.UNAVAILABLE
+        assert await ending(lost) is grpc.StatusCode.UNAVAILABLE
         await it.told(rf"process {first}: exited")
         assert (await finish(it.start(second, "later", 1))).finish_reason == "length"
         assert (await finish(it.start(first, "reconnected", 1))).finish_reason == "length"  # to whichever is there
@@ -205,3 +213,97 @@ async def test_two_processes_are_one_gateway(tiny_llama_dir: Path, tmp_path: Pat
         assert (await finish(other)).finish_reason == "abort"
         assert await asyncio.wait_for(it.process.wait(), 20) == 0
         await until(lambda: not worker.live)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_minutes_and_wrong_keys_are_counted_together(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    worker = StandIn("both", "b0", Script(tokens=[7] * FOREVER, pause_s=PAUSE_S))
+    async with doors(tiny_llama_dir, tmp_path, worker, requests_per_minute=20) as it:
+        first, second = NAMES
+        codes = []
+        while grpc.StatusCode.RESOURCE_EXHAUSTED not in codes:
+            assert it.answers < 40  # what two alone would let in; a few leak meanwhile
+            codes.append(await ending(it.start(NAMES[it.answers % 2], "", 1)))
+            it.answers += 1
+        assert it.answers > 20
+        refused = it.start(first, "", 1)
+        assert "has used up the 20 requests a minute" in await refused.details()
+
+        wrong = (("authorization", "Bearer wrong"),)
+        codes = [
+            await it.stub(NAMES[number % 2]).GetModelInfo(pb.GetModelInfoRequest(), metadata=wrong).code()
+            for number in range(40)
+        ]
+        assert codes.count(grpc.StatusCode.UNAUTHENTICATED) in range(30, 34)
+        assert set(codes[34:]) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        info = it.stub(second).GetServerInfo(pb.GetServerInfoRequest(), metadata=it.metadata)
+        assert await info.code() is grpc.StatusCode.OK  # it was right before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_frozen_one_is_killed_and_a_second_signal_ends_all(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    worker = StandIn("both", "b0", Script(tokens=[7] * FOREVER, pause_s=PAUSE_S))
+    async with doors(tiny_llama_dir, tmp_path, worker, max_requests=2) as it:
+        first, second = NAMES
+        stuck, other = await it.begun(first, "stuck"), await it.begun(second, "other")
+        os.kill(it.pid(first), signal.SIGSTOP)
+        # Asked for what the frozen one may have, the other answers all the same, of itself.
+        await it.stub(second).Abort(pb.AbortRequest(request_ids=["stuck"]), metadata=it.metadata)
+        assert await other.read() is not grpc.aio.EOF
+        await it.told(rf"process {first}: hung")
+        assert await ending(stuck) is grpc.StatusCode.UNAVAILABLE
+        assert (await finish(it.start(second, "more", 1))).finish_reason == "length"
+        await it.told(rf"process {first}: ready", 2)
+        it.process.terminate()
+        await it.told("draining for up to 10 s", 1)
+        it.process.terminate()
+        assert await ending(other) is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(it.process.wait(), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_no_process_outlives_its_parent(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    worker = StandIn("both", "b0")
+
+    async def body() -> None:
+        async with doors(tiny_llama_dir, tmp_path, worker) as it:
+            it.process.kill()
+            await it.process.wait()
+            for name in NAMES:
+                await until(lambda name=name: not fds(it.pid(name)))
+
+    with pytest.raises(AssertionError):  # its exit code
+        await body()
+
+
+def fds(pid: int) -> list[Path]:
+    """Open files of a process; none of one that is gone, or waits to be reaped."""
+    with contextlib.suppress(OSError):
+        return list(Path(f"/proc/{pid}/fd").iterdir())
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_what_no_restart_mends_ends_all(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "twostroke.services.cli",
+        "gateway",
+        "--processes",
+        "2",
+        "--workers",
+        "127.0.0.1:9",
+    ]
+    command += ["--listen", "127.0.0.1:0", "--model", str(tiny_llama_dir), "--api-keys", str(tmp_path / "none")]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stderr=pipe, env={**os.environ, "TMPDIR": str(tmp_path)})
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert b"api_keys" in errors
+    assert b"gave up" in errors
+    assert not list(tmp_path.glob("twostroke-gateway-*"))
