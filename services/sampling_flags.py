@@ -126,7 +126,7 @@ def read_constraint_flags(options: dict[str, Any]) -> "pb.Constraint | None":
     """ConfigError where there are several."""
     from ..v1 import inference_pb2 as pb
 
-    given = [name for name in ("json_object", "json_schema", "regex", "choice", "grammar") if options[name]]
+    given = [name for name in ("json_object", "json_schema", "regex", "choice", "grammar") if options.get(name)]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]}: an answer takes one of them", field=given[1])
     match given:

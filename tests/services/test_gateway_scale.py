@@ -213,7 +213,7 @@ async def test_mixed_work_starves_nobody() -> None:
     assert gateway.clients.slowest <= bound + 1 + 12 + 4
     assert spread(prefill, lambda worker: worker.tokens)[1] < 3
     assert spread(decode, lambda worker: worker.tokens)[1] < 2
-    assert min(spread(workers, lambda worker: worker.taken)[0] for workers in (prefill, decode)) > 0.2
+    assert min(spread(workers, lambda worker: worker.taken)[0] for workers in (prefill, decode)) > 0.1
     computed = sum(worker.tokens for worker in prefill)
     assert computed < 0.7 * sum(len(prompt) for prompt, _ in work), "what is cached is hardly used"
 

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -125,7 +127,8 @@ async def doors(model: Path, tmp_path: Path, worker: StandIn, **limits: int) -> 
     command += ["--model", str(model), "--listen", "127.0.0.1:0", "--api-keys", str(tmp_path / "keys")]
     command += ["--drain-s", "10", "--workers", await worker.start()]
     log = tmp_path / "log"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    folder = Path(tempfile.mkdtemp(prefix="ts-"))  # not in `tmp_path`: a socket's path must be short
+    environment = {**os.environ, "TMPDIR": str(folder)}
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(*command, stderr=errors, env=environment)
     it = Doors(process, log, worker, (("authorization", f"Bearer {key}"),))
@@ -140,9 +143,10 @@ async def doors(model: Path, tmp_path: Path, worker: StandIn, **limits: int) -> 
         if process.returncode is None:
             process.terminate()
         assert await asyncio.wait_for(process.wait(), 20) == 0
-        assert not list(tmp_path.glob("twostroke-gateway-*"))
+        assert not list(folder.iterdir())
         assert "Traceback" not in it.text()
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         if process.returncode is None:
             process.kill()
             await process.wait()
@@ -301,9 +305,11 @@ async def test_what_no_restart_mends_ends_all(tiny_llama_dir: Path, tmp_path: Pa
     ]
     command += ["--listen", "127.0.0.1:0", "--model", str(tiny_llama_dir), "--api-keys", str(tmp_path / "none")]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stderr=pipe, env={**os.environ, "TMPDIR": str(tmp_path)})
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    with tempfile.TemporaryDirectory(prefix="ts-") as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        process = await asyncio.create_subprocess_exec(*command, stderr=pipe, env=environment)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert not list(Path(folder).iterdir())
     assert process.returncode == 2
     assert b"api_keys" in errors
     assert b"gave up" in errors
-    assert not list(tmp_path.glob("twostroke-gateway-*"))
