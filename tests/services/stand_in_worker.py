@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc.aio
 
-from twostroke.engine.request import FinishReason, SequenceKey, SequenceOutput, SequenceTimings, Token
+from twostroke.engine.request import FinishReason, PromptLogprobs, SequenceKey, SequenceOutput, SequenceTimings, Token
 from twostroke.errors import Mismatch, Unavailable
 from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.identity import draw_identity, read_identity
@@ -40,6 +40,7 @@ class Script:
     per_step: int = 1  # tokens a message
     first_tokens: bool = True  # PREFILL: sends token 0
     twice: bool = False  # sends every message twice
+    scores: bool = False  # tells the prompt's log-probabilities to whoever asks for them
     fail_attempts: int = FOREVER  # `mute_after` and `fail` hold for attempts below
 
 
@@ -205,6 +206,14 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
         if submit.work == pb.WORK_PREFILL:
             output = output[: first + 1] if script.first_tokens else output[:first]
         key = SequenceKey(gateway, submit.request, sample, submit.attempt)
+        if (
+            script.scores
+            and sample == 0
+            and submit.work != pb.WORK_DECODE
+            and submit.params.HasField("prompt_logprobs")
+        ):
+            scores = SequenceOutput(key, first, [], None, None, self._scores(submit))
+            outbox.put_nowait(pack_step(first + 1, [scores]))
         for at in range(first, len(output), script.per_step):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
@@ -230,6 +239,13 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             outbox.put_nowait(pb.FromWorker(failure=failure))
             return
         await asyncio.Event().wait()  # until cancelled
+
+    @staticmethod
+    def _scores(submit: pb.Submit) -> PromptLogprobs:
+        """Of each token of the prompt but the first."""
+        most = submit.params.prompt_logprobs
+        ids = [each for token in submit.prompt_ids[1:] for each in (token, *range(most))]
+        return PromptLogprobs(1, [1 + most] * (len(submit.prompt_ids) - 1), ids, [-1.0] * len(ids))
 
     @staticmethod
     def _logprobs(token: int, submit: pb.Submit) -> tuple[tuple[int, float], ...]:

@@ -63,7 +63,7 @@ async def test_every_generated_request_has_a_described_end(
     tiny_llama_dir: Path, mode: GenerationMode, examples: int
 ) -> None:
     stop = threading.Event()
-    async with served(tiny_llama_dir, StandIn("both", "w0", Script())) as it:
+    async with served(tiny_llama_dir, StandIn("both", "w0", Script(scores=True))) as it:
         base = f"http://{it.it.gateway.http_address}"
         plain = (await it.post("/v1/chat/completions", {"messages": USER, "seed": 1})).json()["choices"]
 
