@@ -77,8 +77,10 @@ async def test_verdicts_of_the_compiler(tiny_llama_dir: Path) -> None:
             assert says in (await refusal(checks, constraint)).message, constraint.text[:50]
         for constraint in GOOD:
             await checks.check(constraint)
-        for child in children():
+        killed = children()
+        for child in killed:
             child.kill()
+        psutil.wait_procs(killed, timeout=10)
         for constraint, says in bad:
             assert says in (await refusal(checks, constraint)).message
         assert not children(), "verdicts are kept: nobody was asked"
