@@ -383,6 +383,9 @@ async def test_what_stepped_adds_follows_the_steps_outputs_in_the_same_call(benc
 async def test_the_idle_check_runs_once_work_is_over(bench: Bench) -> None:
     bench.driver.post(lambda: bench.core.steps.append(StepResult(outputs=[output(1)], progress=True)))
     await bench.settled()
+    async with asyncio.timeout(10):
+        while bench.driver._idle_check._touched is not None:  # to have settled is something that happened, too
+            await asyncio.sleep(0.01)
     assert ("check", True) in bench.core.calls
     bench.core.calls.clear()
     await asyncio.sleep(0.6)
