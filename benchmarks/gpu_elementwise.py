@@ -130,8 +130,10 @@ class Step:
         if rows <= 256:
             logits = random(rows, VOCAB)
             found.append(Case("soft_cap_", rows, 2 * logits.nbytes, lambda: gated.soft_cap_(logits, CAP)))
-            kept = torch.zeros_like(self.last_tokens)
-            found.append(Case("keep_tokens", rows, 20 * rows, lambda: state.keep_tokens(kept, self.slots, self.tokens)))
+            kept, turn = torch.zeros_like(self.last_tokens), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+            told = torch.zeros(1, rows, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+            tokens = (kept, self.slots, self.tokens, told, turn)
+            found.append(Case("keep_tokens", rows, 28 * rows, lambda: state.keep_tokens(*tokens)))
         return found
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
-from twostroke.engine.cuda import draws, runner
+from twostroke.engine.cuda import draws
 from twostroke.engine.cuda.runner import CudaRunner
 from twostroke.engine.dummy_weights import dummy_weights
 from twostroke.engine.model_config import ModelConfig
@@ -96,7 +96,7 @@ def engine(batch: int) -> Iterator[EngineCore]:
         cache_root=b"x",
     )
     with contextlib.ExitStack() as stack:
-        for module, name in ((draws, "keep_tokens"), (runner, "set_table"), (draws, "draw"), (draws, "draw_greedy"),
+        for module, name in ((draws, "keep_tokens"), (draws, "draw"), (draws, "draw_greedy"),
                              (draws, "logprobs")):  # fmt: skip
             stack.enter_context(patch.object(module, name, lambda *_, **__: None))
         yield core

@@ -14,6 +14,7 @@ from ...kernels.gpu.gated import gated, soft_cap_
 from ...kernels.gpu.prefill_attention import prefill_attention
 from ...kernels.gpu.prefill_shape import prefill_shape
 from ...kernels.gpu.rope_write import rope_write
+from ...kernels.gpu.state import set_table
 from ...kernels.rope import rope_angles
 from ..config import EngineOptions
 from ..linear import Linear
@@ -33,6 +34,8 @@ class StepTensors:
     tokens: Tensor  # int32 [tokens]: -1 where the step before draws it
     slots: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
+    updates: Tensor  # int32 [updates, 3]: what the device must know first, as `set_table` takes it
+    turn: Tensor  # int32 [1]: of the step, for whoever tells the host of its tokens
     singles: int
     tiles: Tensor  # int32 [tiles, 4], of the tokens behind the singles
     last_tiles: Tensor  # the same for the last layer: of those that are picked
@@ -88,6 +91,7 @@ class CudaDecoder:
         config, buffers, eps = self._config, self.buffers, self._config.norm_eps
         count = step.tokens.shape[0]
         hidden, normed, delta = buffers.hidden[:count], buffers.normed[:count], buffers.projected[:count]
+        set_table(self._state.tables, self._state.last_tokens, step.updates)
         embed(step.tokens, step.slots, self._state.last_tokens, self._weights.embedding, hidden, self._embedding_scale)
         if step.singles:
             for window, plan in self._plans.items():

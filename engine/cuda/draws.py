@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,14 @@ from .graphs import DrawGraphs
 from .staging import ALIGNMENT, DEPTH, Staging, new_event
 
 Allowed: TypeAlias = npt.NDArray[np.int32]  # as `Matching.allowed`
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which part of the host's memory a step's tokens come to: 0 .. DEPTH - 1, in the order of the steps."""
+
+    number: int
+    sent: Tensor  # int32 [1]: the same on the device
 
 
 class Silent:
@@ -84,7 +93,7 @@ class DrawnStep(Silent):
     def tokens(self) -> list[Token]:
         """Waits until the step is computed. Once: the memory behind it is used again."""
         super().tokens()
-        ids = self._host.tokens[: self._count].tolist()
+        ids: list[int] = self._host.tokens[: self._count].tolist()
         if not self._tops:
             return plain_tokens(ids)
         top = 1 + max(self._tops)
@@ -94,10 +103,12 @@ class DrawnStep(Silent):
 
 
 class _Host:
-    """Pinned memory that results are copied to."""
+    """Pinned memory that results come to."""
 
-    def __init__(self, rows: int, pinned: bool) -> None:
-        self.tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+    def __init__(self, tokens: Tensor, pinned: bool) -> None:
+        """`tokens`: int64 [rows], where a kernel writes them."""
+        rows = len(tokens)
+        self.tokens: npt.NDArray[np.int64] = tokens.numpy()
         self.values = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.float32, pin_memory=pinned)
         self.ids = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.int64, pin_memory=pinned)
         self.event = new_event() if pinned else None
@@ -126,9 +137,10 @@ class Draws:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._values = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.float32, device=device)
         self._ids = torch.zeros(rows, 1 + MAX_TOP, dtype=torch.int64, device=device)
-        self._hosts = [_Host(rows, device.type == "cuda") for _ in range(DEPTH)]
-        self._spare = _Host(rows, device.type == "cuda")  # of draws that are waited for
-        self._turn = 0
+        pinned = device.type == "cuda"
+        self._told = torch.zeros(DEPTH + 1, rows, dtype=torch.int64, pin_memory=pinned)  # tokens, by turn
+        self._hosts = [_Host(tokens, pinned) for tokens in self._told]
+        self._spare = Turn(DEPTH, torch.full((1,), DEPTH, dtype=torch.int32, device=device))  # of those waited for
 
     def draw(
         self,
@@ -136,6 +148,7 @@ class Draws:
         columns: DrawColumns,
         positions: npt.NDArray[np.int32],
         slots: Tensor,  # int32 [draws], on the device
+        turn: Turn,
         each: Callable[[], Sequence[Draw]],
         *,
         size: int = 0,
@@ -145,41 +158,40 @@ class Draws:
         """`logits`: [draws, vocab]; `columns`, `positions` (of the tokens to be drawn), `slots`, `allowed` where one of
         them is constrained and, for the plain sampler, `each` tell of the same draws. `size`: of the captured step
         that they belong to; 0: to none. Keeps the tokens by slot for the next step, and returns what tells the host of
-        them: tokens at once with `wait`, or where the plain sampler had to wait.
+        them, which comes to `turn`: tokens at once with `wait`, or where the plain sampler had to wait.
         """
         tokens, kinds = self._tokens[: len(columns)], columns.kinds
+        turn = self._spare if wait else turn
         if kinds & PLAIN:
             drawn = sample(logits, each(), self._end_ids)
             tokens.copy_(torch.tensor([token.token_id for token in drawn]))
-            keep_tokens(self._last_tokens, slots, tokens)
+            keep_tokens(self._last_tokens, slots, tokens, self._told, turn.sent)
             return drawn
         size = 0 if allowed else size
         params = self._params(columns, positions, size or len(columns)) if kinds & DRAWN else None
         if size:
             self._graphs.replay(size, params is not None)
         else:
-            self._launch(self._mask(logits, allowed) if allowed else logits, params, tokens, slots)
+            self._launch(self._mask(logits, allowed) if allowed else logits, params, tokens, slots, turn.sent)
         tops = columns.tops if kinds & TOLD else []
-        if wait:
-            return self._send(logits, tokens, tops, self._spare).tokens()
-        self._turn = (self._turn + 1) % DEPTH
-        return self._send(logits, tokens, tops, self._hosts[self._turn])
+        drawn_step = self._send(logits, tokens, tops, self._hosts[turn.number])
+        return drawn_step.tokens() if wait else drawn_step
 
-    def capture(self, size: int, logits: Tensor, slots: Tensor) -> None:
+    def capture(self, size: int, logits: Tensor, slots: Tensor, turn: Tensor) -> None:
         """Captures how the tokens of captured steps of that size are drawn. `logits`: [size, vocab]; `slots`: int32
-        [size]: where those steps have theirs.
+        [size], `turn`: int32 [1]: where those steps have theirs.
         """
         params = self._params(DrawColumns.zeros(size), np.zeros(size, np.int32), size)
         tokens = self._tokens[:size]
-        self._graphs.capture(size, False, lambda: self._launch(logits, None, tokens, slots))
-        self._graphs.capture(size, True, lambda: self._launch(logits, params, tokens, slots))
+        self._graphs.capture(size, False, lambda: self._launch(logits, None, tokens, slots, turn))
+        self._graphs.capture(size, True, lambda: self._launch(logits, params, tokens, slots, turn))
 
-    def _launch(self, logits: Tensor, params: DrawParams | None, tokens: Tensor, slots: Tensor) -> None:
+    def _launch(self, logits: Tensor, params: DrawParams | None, tokens: Tensor, slots: Tensor, turn: Tensor) -> None:
         if params is None:
             draw_greedy(logits, tokens, self._scratch)
         else:
             draw(logits, params, tokens, self._scratch)
-        keep_tokens(self._last_tokens, slots, tokens)
+        keep_tokens(self._last_tokens, slots, tokens, self._told, turn)
 
     def _mask(self, logits: Tensor, allowed: Sequence[Allowed | None]) -> Tensor:
         masks = [mask for mask in allowed if mask is not None]
@@ -193,7 +205,6 @@ class Draws:
 
     def _send(self, logits: Tensor, tokens: Tensor, tops: Sequence[int], host: "_Host") -> DrawnStep:
         count = len(tokens)
-        host.tokens[:count].copy_(tokens, non_blocking=True)
         if tops:
             top = 1 + max(tops)
             values, ids = self._values[:count, :top], self._ids[:count, :top]

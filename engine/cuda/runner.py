@@ -21,12 +21,13 @@ from ..scoring import score
 from ..weights import Weights
 from .decoder import CudaDecoder, StepTensors
 from .draw_columns import CONSTRAINED, DrawColumns, draws_of
-from .draws import Allowed, Draws, Silent, Undrawn
+from .draws import Allowed, Draws, Silent, Turn, Undrawn
 from .graphs import DecodeGraphs
-from .staging import ALIGNMENT, Staging
+from .staging import ALIGNMENT, DEPTH, Staging
 from .state import DeviceState
 
 MAX_UPDATES = 1 << 14  # block table entries told to the device at once
+CAPTURED_UPDATES = 512  # of these, such as a captured step has room for: two prompts of 16k, in pages of 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class _Layout:
     rows: list[Row]
     slots: npt.NDArray[np.int32]
     singles: int
+    updates: list[int]  # what the device has to know first
 
 
 class CudaRunner:
@@ -66,7 +68,9 @@ class CudaRunner:
         self._draws = Draws(options.max_batch, config.vocab_size, config.eos_token_ids, last_tokens, pool.dtype)
         self._tile = self._decoder.prefill_shape.tokens
         budget = options.token_budget
-        self._staging = Staging(16 * (budget + options.max_batch) + 64 * ALIGNMENT, pool.device)
+        most = 16 * (budget + options.max_batch) + 3 * MAX_UPDATES + 64 * ALIGNMENT
+        self._staging = Staging(most, pool.device)
+        self._turn = 0  # of DEPTH: of the step last launched
         self._updates = Staging(3 * MAX_UPDATES, pool.device)
         self._stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
@@ -85,9 +89,10 @@ class CudaRunner:
         if layout.singles == len(rows) and hook is None and all(map(_decodes, rows)):
             size = self.graphs.size_for(len(rows))
         if size:
-            slots, positions = self._send_decode(layout, size)
+            step, positions = self._send_decode(layout, size)
             logits = self.graphs.replay(size)[: len(rows)]
-            return self._draw(rows, logits, slots, layout.slots, positions, size)
+            turn = Turn(self._turn, step.turn)
+            return self._draw(rows, logits, step.slots[: len(rows)], layout.slots, positions, turn, size)
         drawing = [row for row in rows if row.sample]
         step, slots, own = self._send(layout, rows)
         progress = [row.progress for row in rows if row.progress is not None]
@@ -95,7 +100,7 @@ class CudaRunner:
         normed = self._decoder.hidden(step, written)
         logits = self._decoder.head(normed[: len(drawing)]) if drawing else normed
         positions = np.array([row.start + len(row.token_ids) for row in drawing], np.int32)
-        launched = self._draw(drawing, logits, slots, own, positions)
+        launched = self._draw(drawing, logits, slots, own, positions, Turn(self._turn, step.turn))
         if not (scorings := [row.scoring for row in rows if row.scoring is not None]):
             return launched
 
@@ -113,6 +118,7 @@ class CudaRunner:
         sent: Tensor,
         slots: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
+        turn: Turn,
         size: int = 0,
     ) -> Launched:
         """`logits`: [len(drawing), vocab]; `sent`: int32, `slots` on the device: of each draw. `positions`: of the
@@ -121,12 +127,12 @@ class CudaRunner:
             return Silent(self._stream.record_event() if self._stream is not None else None)
         if len(slots) > len(drawing):
             if any(row.matching is not None for row in drawing):
-                return Undrawn(self._later(lambda: self._draw_samples(drawing, logits, sent)))
-            return self._draw_samples(drawing, logits, sent)
+                return Undrawn(self._later(lambda: self._draw_samples(drawing, logits, sent, turn)))
+            return self._draw_samples(drawing, logits, sent, turn)
         columns = self._asked.take(slots)
         if columns.kinds & CONSTRAINED:
-            return Undrawn(self._later(lambda: self._draw_each(drawing, logits, sent, columns, positions, size)))
-        return self._draw_each(drawing, logits, sent, columns, positions, size)
+            return Undrawn(self._later(lambda: self._draw_each(drawing, logits, sent, columns, positions, turn, size)))
+        return self._draw_each(drawing, logits, sent, columns, positions, turn, size)
 
     def _draw_each(
         self,
@@ -135,6 +141,7 @@ class CudaRunner:
         sent: Tensor,
         columns: DrawColumns,
         positions: npt.NDArray[np.int32],
+        turn: Turn,
         size: int,
     ) -> Launched:
         """As `_draw`, a token a row."""
@@ -142,7 +149,7 @@ class CudaRunner:
         if columns.kinds & CONSTRAINED:
             allowed = [None if row.matching is None else row.matching.allowed() for row in drawing]
         drawn = self._draws.draw(
-            logits, columns, positions, sent, lambda: draws_of(drawing), size=size, allowed=allowed
+            logits, columns, positions, sent, turn, lambda: draws_of(drawing), size=size, allowed=allowed
         )
         return Computed(drawn) if isinstance(drawn, list) else drawn
 
@@ -156,7 +163,7 @@ class CudaRunner:
 
         return run
 
-    def _draw_samples(self, drawing: list[Row], logits: Tensor, sent: Tensor) -> Launched:
+    def _draw_samples(self, drawing: list[Row], logits: Tensor, sent: Tensor, turn: Turn) -> Launched:
         """As `_draw`, where a row draws several times: all samples of a prompt begin with the same logits.
 
         A prompt takes one place in a prefill worker's batch, and keeps drawing for samples that are cancelled: there
@@ -175,6 +182,7 @@ class CudaRunner:
                 columns,
                 positions,
                 sent[start : start + most],
+                turn,
                 lambda part=part: part,  # type: ignore[misc]
                 wait=len(draws) > most,
                 allowed=[draw.allowed for draw in part] if columns.kinds & CONSTRAINED else (),
@@ -191,30 +199,44 @@ class CudaRunner:
         slots = self._state.place_all(ordered, updates, fresh)
         for row in fresh:
             self._asked.put(row.note.slot, row.params, row.key.sample)
-        for start in range(0, len(updates), 3 * MAX_UPDATES):
-            part = updates[start : start + 3 * MAX_UPDATES]
+        return _Layout(ordered, np.array(slots, np.int32), singles, updates)
+
+    def _tell(self, updates: list[int], most: int) -> list[int]:
+        """Those that the step takes along, at most so many entries; the device is told of the others before it."""
+        while len(updates) > 3 * most:
+            part, updates = updates[: 3 * MAX_UPDATES], updates[3 * MAX_UPDATES :]
             (sent,) = self._updates.send([part], [len(part)])
             set_table(self._state.tables, self._state.last_tokens, sent.view(-1, 3))
-        return _Layout(ordered, np.array(slots, np.int32), singles)
+        return updates
 
-    def _send_decode(self, layout: _Layout, size: int) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        """Rows of one token each; the slots of their draws on the device, and the positions of these."""
+    def _next_turn(self) -> list[int]:
+        self._turn = (self._turn + 1) % DEPTH
+        return [self._turn]
+
+    def _send_decode(self, layout: _Layout, size: int) -> tuple[StepTensors, npt.NDArray[np.int32]]:
+        """Rows of one token each, padded to `size`, and the positions of their draws."""
         positions = np.array([row.start for row in layout.rows], np.int32)
-        step = self._decode_tensors([row.token_ids[0] for row in layout.rows], layout.slots, positions, size)
-        return step.slots[: len(layout.rows)], positions + 1
+        updates = self._tell(layout.updates, CAPTURED_UPDATES)
+        tokens = [row.token_ids[0] for row in layout.rows]
+        return self._decode_tensors(tokens, layout.slots, positions, updates, size), positions + 1
 
     def _decode_tensors(
-        self, tokens: list[int], slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], size: int
+        self,
+        tokens: list[int],
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        updates: list[int],
+        size: int,
     ) -> StepTensors:
         """A decode step, padded to `size`: tensors whose place depends on `size` only."""
         tiles = np.empty(0, np.int32)
         if self._invariant:  # attended by the kernel that prompts are attended by: as it would be in a prompt
             rows = np.arange(len(tokens))
             tiles = np.stack([slots, rows, np.ones_like(rows), positions], axis=1).astype(np.int32).ravel()
-        sizes = [size, size, size, 4 * size if self._invariant else 0]
-        sent = self._staging.send([tokens, slots, positions, tiles], sizes)
-        tiled = sent[3].view(-1, 4)
-        return StepTensors(sent[0], sent[1], sent[2], 0 if self._invariant else size, tiled, tiled)
+        sizes = [size, size, size, 4 * size if self._invariant else 0, 3 * CAPTURED_UPDATES, 1]
+        sent = self._staging.send([tokens, slots, positions, tiles, updates, self._next_turn()], sizes)
+        tiled, singles = sent[3].view(-1, 4), 0 if self._invariant else size
+        return StepTensors(sent[0], sent[1], sent[2], sent[4].view(-1, 3), sent[5], singles, tiled, tiled)
 
     def _send(self, layout: _Layout, rows: list[Row]) -> tuple[StepTensors, Tensor, npt.NDArray[np.int32]]:
         """The step, and the slots of its draws, there and here."""
@@ -239,11 +261,13 @@ class CudaRunner:
         draws = [slot_of[id(row)] if row.samples == 1 else 0 for row in rows if row.sample for _ in range(row.samples)]
         own = np.array(draws, np.int32)
         last_tiles = tiles if scored else [int(number) for tile in last for number in tile]
-        parts = [tokens, slots, positions, tiles, picked, own, last_tiles]
+        updates = self._tell(layout.updates, MAX_UPDATES)
+        parts = [tokens, slots, positions, tiles, picked, own, last_tiles, updates, self._next_turn()]
         sent = self._staging.send(parts, [len(part) for part in parts])
         singles = 0 if self._invariant else layout.singles
         cut = sent[3].view(-1, 4), sent[6].view(-1, 4)
-        return StepTensors(sent[0], sent[1], sent[2], singles, *cut, sent[4]), sent[5], own
+        step = StepTensors(sent[0], sent[1], sent[2], sent[7].view(-1, 3), sent[8], singles, *cut, sent[4])
+        return step, sent[5], own
 
     @torch.inference_mode()
     def capture(self, told: Callable[[int, int], None] | None = None) -> None:
@@ -256,11 +280,12 @@ class CudaRunner:
     def _capture_draws(self) -> None:
         """As `capture`, of how the tokens of captured steps are drawn."""
         for size in self.graphs.sizes:
-            self._draws.capture(size, self.graphs.logits(size), self._padding(size).slots)
+            step = self._padding(size)
+            self._draws.capture(size, self.graphs.logits(size), step.slots, step.turn)
 
     def _padding(self, size: int) -> StepTensors:
         """A step of `size` padding rows."""
-        return self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), size)
+        return self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), [], size)
 
     def _padding_step(self, size: int) -> Callable[[], Tensor]:
         """What launches it."""

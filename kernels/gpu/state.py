@@ -25,12 +25,15 @@ def _set_table_kernel(
     tl.store(last_tokens + slot, value.to(tl.int64), mask=inside & (index < 0))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows", "most"], do_not_specialize_on_alignment=["slots"])
 def _keep_tokens_kernel(
     last_tokens,  # int64 [slots]
     slots,  # int32 [rows]
     tokens,  # int64 [rows]
+    told,  # int64 [turns, most]
+    turn,  # int32 [1]
     rows,
+    most,
     block: tl.constexpr,
 ):
     row = tl.program_id(0) * block + tl.arange(0, block)
@@ -38,6 +41,7 @@ def _keep_tokens_kernel(
     slot = tl.load(slots + row, mask=inside, other=0)
     token = tl.load(tokens + row, mask=inside, other=0).to(tl.int64)
     tl.store(last_tokens + slot, token, mask=slot > 0)
+    tl.store(told + tl.load(turn).to(tl.int64) * most + row, token, mask=inside)
 
 
 def set_table(
@@ -59,9 +63,12 @@ def keep_tokens(
     last_tokens: Tensor,  # int64 [slots]: written
     slots: Tensor,  # int32 [rows]: no slot twice, but for padding
     tokens: Tensor,  # int64 [rows]: drawn
+    told: Tensor,  # int64 [turns, most]: written; may be the host's memory, pinned
+    turn: Tensor,  # int32 [1]
 ) -> None:
-    """last_tokens[slots[r]] = tokens[r]; rows of slot 0, the padding slot, are left out."""
+    """last_tokens[slots[r]] = tokens[r], less rows of slot 0, the padding slot; told[turn, r] = tokens[r]."""
     rows = slots.shape[0]
     if rows:
         grid = (triton.cdiv(rows, _BLOCK),)
-        _keep_tokens_kernel[grid](last_tokens, slots, tokens, rows, _BLOCK, num_warps=4)
+        most = told.shape[1]
+        _keep_tokens_kernel[grid](last_tokens, slots, tokens, told, turn, rows, most, _BLOCK, num_warps=4)

@@ -29,7 +29,10 @@ def test_no_update_changes_nothing(device):
     tables = torch.full((2, 2), 3, dtype=torch.int32, device=device)
     last_tokens = torch.full((2,), 4, device=device)
     set_table(tables, last_tokens, torch.zeros(0, 3, dtype=torch.int32, device=device))
-    keep_tokens(last_tokens, torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(0, dtype=torch.int64))
+    told = torch.full((2, 3), 6, device=device)
+    none, turn = torch.zeros(0, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    keep_tokens(last_tokens, none, torch.zeros(0, dtype=torch.int64, device=device), told, turn)
+    assert (told == 6).all()
     assert (tables == 3).all()
     assert (last_tokens == 4).all()
 
@@ -40,7 +43,14 @@ def test_drawn_tokens_are_kept_by_slot_and_padding_is_not(device):
     tokens = torch.arange(300) + (1 << 33)
     last_tokens = torch.full((301,), -5, device=device)
     last_tokens[0] = 0
-    keep_tokens(last_tokens, slots.to(device), tokens.to(device))
+    told = torch.full((4, 310), -7, pin_memory=device.type == "cuda")  # the device writes into the host's memory
+    turn = torch.full((1,), 2, dtype=torch.int32, device=device)
+    keep_tokens(last_tokens, slots.to(device), tokens.to(device), told, turn)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert told[2, :300].tolist() == tokens.tolist()
+    told[2, :300] = -7
+    assert (told == -7).all()
     expected = torch.full((301,), -5)
     expected[0] = 0
     expected[slots[:257].long()] = tokens[:257]
