@@ -53,7 +53,9 @@ class Scheduler:
         plan.sequences = decoding
         plan.rows = [decode_row(sequence) for sequence in decoding]
         plan.decoding = plan.draws = len(decoding)
-        for sequence, tokens in share_budget(prompts, self._chunk_budget(len(decoding)), self._prompt_batch):
+        budget = self._chunk_budget(len(decoding))
+        enough = budget if decoding else self._prompt_batch  # each step more would hold up those that decode
+        for sequence, tokens in share_budget(prompts, budget, enough):
             self._append_row(plan, sequence, tokens, now)
         plan.decisive = bool([row for row in plan.rows if row.rules is not None])
         if self._roster.constrained:

@@ -217,7 +217,7 @@ class WorkerSettings(Settings):
     token_budget: int | None = Field(None, ge=16, le=1 << 20)
     """Tokens computed in one step, decoding ones counted in. By device: 512 on a CPU, 8448 on a GPU."""
     prompt_batch: int | None = Field(None, ge=1, le=1 << 20)
-    """Prompts join others in a step while these have fewer tokens. By device: 1048576 on a CPU, 2048 on a GPU."""
+    """Where none decodes, prompts join a step while it has fewer tokens. By device: 1048576 on a CPU, 2048 on a GPU."""
     decode_prefill_budget: int = Field(128, ge=1, le=1 << 20)
     """Of these, prompt tokens that a decode worker computes."""
     reserve: Reserve = "expected"

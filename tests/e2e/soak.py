@@ -28,7 +28,6 @@ OPEN = 48  # streams at once, at most
 STUCK_S = 120.0  # a try that takes longer hangs
 SETTLE_S = 300.0  # for all that is open when the faults end
 STATUS_S = 2.0  # between two looks at what workers tell of themselves
-FENCED_S = 60.0  # a process that is frozen for good must have been ended by then
 AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 Kind = Literal["kill", "short freeze", "long freeze", "freeze for good"]
 KINDS: tuple[Kind, ...] = ("kill", "short freeze", "long freeze", "freeze for good")
@@ -73,6 +72,7 @@ class Soak:
     expected: Sequence[Sequence[Expected]]
     seed: int
     pause_s: tuple[float, float] = (0.5, 4.5)  # between two faults
+    fenced_s: float = 60.0  # a process that is frozen for good must have been ended by then
     arrivals_a_second: float = 8.0
     problems: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -212,7 +212,7 @@ class Soak:
             if kind == "kill":
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 return
-            seconds = {"short freeze": 0.1 + fraction, "long freeze": 2.5 + 4 * fraction}.get(kind, FENCED_S)
+            seconds = {"short freeze": 0.1 + fraction, "long freeze": 2.5 + 4 * fraction}.get(kind, self.fenced_s)
             if not await self._frozen(pid, process, seconds) and kind == "freeze for good":
                 self.problems.append(f"seed {self.seed}: {name} was frozen for {seconds} s and nobody ended it")
         except ProcessLookupError:  # it is gone since

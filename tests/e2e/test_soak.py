@@ -8,8 +8,10 @@ KV goes by the transport that TWOSTROKE_SOAK_TRANSPORT names (auto). Pools are s
 import asyncio
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ GPU = EngineOptions(
 )
 GPU_FLAGS = (*ALL, "--device", DEVICE, "--dtype", GPU.dtype, "--page-size", "16", "--kv-memory", "96MiB")
 GPU_FLAGS += ("--batch-invariant", "--max-batch", "32", "--token-budget", "512", "--gpu-memory", "0.2")
-GPU_FLAGS += ("--silence-s", "4", "--ready-s", "120")
+GPU_FLAGS += ("--silence-s", "4", "--ready-s", "60")
 GPU_S = float(os.environ.get("TWOSTROKE_SOAK_S", "150"))
 START_S = 400.0  # of a GPU's kernels, compiled at the first start
 SHORT_S = 60.0
@@ -68,15 +70,16 @@ async def _soak(
     flags: tuple[str, ...] = FLAGS,
     options: EngineOptions = BARE,
     transport: str = "shm" if TRANSPORT == "auto" else TRANSPORT,
+    rhythm: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Runs it to the end, tells what came of it, and looks whether anything is left. `options`: of the engine that
-    gives the fault-free outputs. `transport`: by which KV must have gone."""
+    gives the fault-free outputs. `transport`: by which KV must have gone. `rhythm`: where `Soak`'s own is too fast."""
     seed = _seed(3 if seconds == SHORT_S else random.SystemRandom().randrange(1 << 31))
     work = make_tasks(seed, tasks, LONGEST)
     expected = await asyncio.to_thread(fault_free, model_dir, work, options)
     flags = ("--model", str(model_dir), *flags, "--transport", TRANSPORT, "--shm-dir", str(shm_dir))
     async with launch(*flags) as stack:
-        soak = Soak(stack, work, expected, seed)
+        soak = Soak(stack, work, expected, seed, **rhythm)
         try:
             await soak.run(seconds)
         finally:
@@ -127,6 +130,7 @@ async def test_minutes_of_faults_on_a_gpu(
         flags=GPU_FLAGS,
         options=GPU,
         transport=transport,
+        rhythm={"pause_s": (4.0, 12.0), "fenced_s": 100.0},  # a worker starts for some 20 s
     )
 
 

@@ -79,6 +79,14 @@ class TestBudget:
             engine.step()
             assert [key in engine.outputs for key in keys] == [number < done for number in range(3)]
 
+    def test_they_are_run_together_where_each_step_holds_up_those_that_decode(self) -> None:
+        engine = FakeEngine(pages=500, context=200, token_budget=128, prompt_batch=30)
+        decoding = engine.add(0, prompt_of(5), max_tokens=50)
+        engine.step()
+        keys = [engine.add(number, prompt_of(30, number)) for number in range(1, 4)]
+        engine.step()
+        assert engine.runner.steps[-1] == [(decoding, 5, 1), *((key, 0, 30) for key in keys)]
+
     def test_the_oldest_prompt_keeps_its_bound_under_a_flood_of_short_ones(self) -> None:
         engine = FakeEngine(pages=2000, context=2000, token_budget=32, max_batch=16)
         long = engine.add(0, prompt_of(1000), max_tokens=1)
