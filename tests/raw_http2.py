@@ -46,6 +46,7 @@ class Connection:
         self._protocol.initiate_connection()
         self._calls: dict[int, Call] = {}
         self._changed = asyncio.Condition()
+        self._held: list[tuple[int, int]] | None = None  # bytes of streams that are not granted again
         self.closed = False
         self.pongs = 0
         self._flush()
@@ -74,6 +75,17 @@ class Connection:
         """Reads no more, so that nothing is answered; the connection stays open."""
         self._writer.transport.pause_reading()
 
+    def hold(self) -> None:
+        """Grants nothing more: what is sent fills the windows, and then waits."""
+        self._held = []
+
+    def release(self) -> None:
+        """Grants all that was held, and goes on."""
+        held, self._held = self._held or [], None
+        for size, number in held:
+            self._protocol.acknowledge_received_data(size, number)
+        self._flush()
+
     async def read(self) -> None:
         """Takes in what comes, until the other side closes."""
         while data := await self._reader.read(1 << 16):
@@ -98,7 +110,10 @@ class Connection:
             call.trailers = {str(name): str(value) for name, value in event.headers}
         elif isinstance(event, DataReceived):
             call.body += event.data
-            self._protocol.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            if self._held is not None:
+                self._held.append((event.flow_controlled_length, event.stream_id))
+            else:
+                self._protocol.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
         elif isinstance(event, StreamReset):
             call.reset, call.ended = int(event.error_code), True
         elif isinstance(event, StreamEnded):

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from .guard import FINISH_S
+
 M = TypeVar("M")
 
 
@@ -32,9 +34,13 @@ class KeepAlive(Generic[M]):
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._signing is not None:
-            self._signing.cancel()
-            await asyncio.wait([self._signing])
+        signing = self._signing
+        if signing is not None:
+            try:
+                await asyncio.wait([signing], timeout=FINISH_S)  # behind one that is broken off nothing can be told
+            finally:
+                signing.cancel()
+            await asyncio.wait([signing])
 
     async def write(self, message: M) -> None:
         """Sends a message, after a sign that is on its way. Raises what either's writing raised."""

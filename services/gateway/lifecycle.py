@@ -145,22 +145,26 @@ class Lifecycle:
         self, job: Job, place: Place, attempts: Attempts, answer: Answer, guard: Guard, send: Send
     ) -> None:
         """One answer to its last piece."""
-        while True:
-            tokens = await attempts.take()
-            finish = attempts.finish
-            if not tokens and finish is None:
-                continue
-            piece = answer.piece(tokens, finish, attempts.report)
-            place.took(piece.sample, len(tokens))
-            if piece.finish is not None:
-                attempts.close()  # before the client takes the last piece: it may be slow
-                place.ended(piece.sample)
-                _log(job, piece)
-                if self._figures is not None:
-                    self._figures.finished(piece.finish, piece.sample)
-            await guard.write(send, piece)
-            if piece.finish is not None:
-                return
+        try:
+            while True:
+                tokens = await attempts.take()
+                finish = attempts.finish
+                if not tokens and finish is None:
+                    continue
+                piece = answer.piece(tokens, finish, attempts.report)
+                place.took(piece.sample, len(tokens))
+                if piece.finish is not None:
+                    attempts.close()  # before the client takes the last piece: it may be slow
+                    place.ended(piece.sample)
+                    _log(job, piece)
+                    if self._figures is not None:
+                        self._figures.finished(piece.finish, piece.sample)
+                await guard.write(send, piece)
+                if piece.finish is not None:
+                    return
+        except Exception:
+            await guard.still()
+            raise
 
     def _new_answer(self, job: Job, arrival: float, sample: int) -> Answer:
         request, stopping = job.request, job.request.stopping

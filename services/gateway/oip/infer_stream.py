@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from .reply import FINAL, Reply
 from .request import check_id
 
 MAX_IN_FLIGHT = 256  # requests of a stream; one more is refused
+LAST_WORDS_S = 1.0  # for the ends of all requests to leave before the status of a call that fails
 METHOD = "ModelStreamInfer"
 
 Message: TypeAlias = pb.ModelStreamInferResponse
@@ -45,23 +47,42 @@ class InferStream:
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()  # no longer than requests are in flight, and one
         self._in_flight = 0
         self._replies: dict[Reply, None] = {}  # that are given piece by piece, oldest first
+        self._begun = False  # something was written
+        self._cut: list[str] = []  # ids of requests that ended without an answer
 
     async def serve(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Raises what ends the call as a whole."""
         try:
             async with asyncio.TaskGroup() as writing:
                 pump = writing.create_task(self._pump())
-                async with asyncio.TaskGroup() as running:
-                    async for request in requests:
-                        if self._in_flight >= MAX_IN_FLIGHT:
-                            full = f"{MAX_IN_FLIGHT} requests of this stream are being served already"
-                            await self._tell(request.id, Overloaded(full, retry_after_s=1.0))
-                            continue
-                        self._in_flight += 1
-                        running.create_task(self._answer(request))
+                try:
+                    async with asyncio.TaskGroup() as running:
+                        await self._read(requests, running)
+                except BaseExceptionGroup as errors:
+                    await self._last_words(first(errors))
+                    raise
                 pump.cancel()
         except BaseExceptionGroup as errors:
             raise first(errors) from None
+
+    async def _read(self, requests: AsyncIterator[pb.ModelInferRequest], running: asyncio.TaskGroup) -> None:
+        """Begins each request as it comes, until the client closes its side."""
+        async for request in requests:
+            if self._in_flight >= MAX_IN_FLIGHT:
+                full = f"{MAX_IN_FLIGHT} requests of this stream are being served already"
+                await self._tell(request.id, Overloaded(full, retry_after_s=1.0))
+                continue
+            self._in_flight += 1
+            running.create_task(self._answer(request))
+
+    async def _last_words(self, error: BaseException) -> None:
+        """Of a call that fails as a whole, for each request that it takes along: not everybody sees a call's status."""
+        if not self._begun or not isinstance(error, TwostrokeError) or isinstance(error, SlowReader):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                for name in self._cut or [""]:
+                    await self._write(failure(name, error))
 
     async def _answer(self, request: pb.ModelInferRequest) -> None:
         """What goes wrong with one request is told in-band, as its neighbours go on."""
@@ -74,6 +95,9 @@ class InferStream:
         try:
             await self._run(request, self._write_response, note)
         except SlowReader:
+            raise
+        except asyncio.CancelledError:
+            self._cut.append(name)
             raise
         except TwostrokeError as error:
             await self._tell(name, error)
@@ -106,6 +130,7 @@ class InferStream:
         """Writes one message after the other: a call takes one at a time, and one that is begun goes through."""
         while True:
             waiting = await self._next()
+            self._begun = True
             if waiting is None:
                 reply = next(iter(self._replies), None)
                 if reply is not None and not reply.ended:

@@ -98,6 +98,17 @@ async def test_what_a_sign_met_is_told_to_the_next_message() -> None:
             await kept.write("message")
 
 
+async def test_a_sign_on_its_way_is_let_out_before_leaving() -> None:
+    """Behind one that is broken off nothing more can be told."""
+    stream = Stream()
+    stream.open.clear()
+    async with KeepAlive(stream.write, stream.sign, 0.02):
+        while not stream.writing:
+            await asyncio.sleep(0.005)
+        asyncio.get_running_loop().call_later(0.05, stream.open.set)
+    assert stream.written == ["sign 1"]
+
+
 async def test_leaving_ends_a_sign_that_nobody_reads() -> None:
     stream = Stream()
     stream.open.clear()

@@ -14,7 +14,8 @@ from twostroke.services.gateway.answer import Answer
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 
-from ..cluster import cluster, refusal, text_request
+from ...raw_http2 import connected
+from ..cluster import cluster, refusal, text_request, until
 from ..stand_in_worker import Script, StandIn
 
 Code = grpc.StatusCode
@@ -95,12 +96,77 @@ async def test_a_gateway_that_stops_says_so(tiny_llama_dir: Path) -> None:
         seen = 0
         while seen < 2 * 3:
             seen += len((await call.read()).token_ids)
-        await asyncio.sleep(0.05)  # a message whose writing is broken off is the last one
         it.gateway.lifecycle.end_all(Unavailable("the gateway is shutting down", retry_after_s=1))
         pieces, error = await read(call)
         assert error is not None
         assert error.code() is Code.UNAVAILABLE
         assert (pieces[-1].error.code, pieces[-1].error.reason) == (14, "UNAVAILABLE")
+        await it.idle()
+
+
+def messages(body: bytes) -> list[pb.GenerateResponse]:
+    """Of a call by hand."""
+    told = []
+    while len(body) >= 5:
+        size = int.from_bytes(body[1:5])
+        told.append(pb.GenerateResponse.FromString(body[5 : 5 + size]))
+        body = body[5 + size :]
+    return told
+
+
+async def test_a_message_that_waits_for_its_reader_is_finished_before_the_error(tiny_llama_dir: Path) -> None:
+    """The writer is in the middle of a message when the request fails; the client reads on a little later."""
+    tokens = [10 + i % 200 for i in range(1900)]
+    several = worker(tokens=tokens, per_step=4)
+    async with cluster(tiny_llama_dir, several, stream_buffer_bytes=1 << 28) as it, connected(it.address) as connection:
+        connection.hold()
+        call = connection.call("/twostroke.v1.Inference/Generate", text_request(logprobs=20, n=2))
+        await until(lambda: len(call.body) > 65_000)
+        await asyncio.sleep(0.1)
+        it.gateway.lifecycle.end_all(Unavailable("the gateway is shutting down", retry_after_s=1))
+        await asyncio.sleep(0.05)
+        connection.release()
+        await connection.end_of(call)
+        assert call.status == Code.UNAVAILABLE.value[0]
+        *before, last = messages(call.body)
+        assert (last.error.code, last.error.reason) == (14, "UNAVAILABLE")
+        assert not any(piece.HasField("error") or piece.HasField("finish") for piece in before)
+        for sample in range(2):
+            told = [token for piece in before if piece.sample == sample for token in piece.token_ids]
+            assert told == [token + 40 * sample for token in tokens[: len(told)]]
+        await it.idle()
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_whenever_it_fails_the_error_is_in_band(tiny_llama_dir: Path, answers: int) -> None:
+    """At any moment of a stream that runs as fast as it can."""
+    async with cluster(tiny_llama_dir, worker(tokens=[10 + i % 200 for i in range(200)])) as it:
+        for count in range(1, 9):
+            call = it.stub.Generate(text_request(n=answers))
+            for _ in range(count):
+                await call.read()
+            it.gateway.lifecycle.end_all(Unavailable("the gateway is shutting down", retry_after_s=1))
+            pieces, error = await read(call)
+            assert error is not None
+            assert error.code() is Code.UNAVAILABLE
+            assert [piece.HasField("error") for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        await it.idle()
+
+
+async def test_an_answer_that_fails_beside_its_siblings_says_so(tiny_llama_dir: Path) -> None:
+    """One of three is given up by the worker, while the others are being written."""
+    script = worker(tokens=[10 + i % 200 for i in range(500)], pause_s=0.0005)
+    async with cluster(tiny_llama_dir, script, max_attempts=1) as it:
+        for _ in range(4):
+            call = it.stub.Generate(text_request(n=3))
+            await call.read()
+            number = it.worker("w0").submits[-1].request
+            failure = wpb.Failure(request=number, sample=1, code=wpb.FAILURE_CODE_INTERNAL, message="it broke")
+            it.worker("w0").say(wpb.FromWorker(failure=failure))
+            pieces, error = await read(call)
+            assert error is not None
+            assert error.code() is Code.INTERNAL
+            assert "it broke" in pieces[-1].error.message
         await it.idle()
 
 

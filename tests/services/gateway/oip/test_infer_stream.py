@@ -25,10 +25,11 @@ Code = grpc.StatusCode
 LONG = {"max_tokens": 30}
 
 
-async def drained(call: Any) -> None:
-    """Reads to the end."""
-    while await call.read() is not grpc.aio.EOF:
-        pass
+async def drained(call: Any, told: list[pb.ModelStreamInferResponse] | None = None) -> None:
+    """Reads to the end; `told` gets the messages."""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        if told is not None:
+            told.append(message)
 
 
 async def test_requests_run_side_by_side_and_each_answer_has_its_id(tiny_llama_dir: Path) -> None:
@@ -305,6 +306,33 @@ async def test_an_error_that_cannot_be_told_ends_the_stream() -> None:
     with pytest.raises(SlowReader):
         await InferStream(run, send, slow_reader_s=0.05, keep_alive_s=0).serve(requests(pb.ModelInferRequest()))
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_call_that_fails_as_a_whole_tells_each_request(tiny_llama_dir: Path, *, begun: bool) -> None:
+    """Its status is lost on the way to some; before the first message that is all there is."""
+    worker = StandIn("both", "w0", Script(mute_after=2 if begun else 0))
+    async with cluster(tiny_llama_dir, worker) as it:
+        plain: Any = it.channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=pb.ModelStreamInferResponse.FromString,
+        )
+        call = plain()
+        for name in ("a", "b"):
+            await call.write(infer(stream=True, id=name, sampling=LONG).SerializeToString())
+        told: list[pb.ModelStreamInferResponse] = []
+        while begun and len({each.infer_response.id for each in told}) < 2:
+            told.append(await call.read())
+        await until(lambda: len(it.worker("w0").submits) == 2)
+        await call.write(b"\x0a\xff")
+        assert (await refusal(drained(call, told))).code() is Code.INVALID_ARGUMENT
+        failed = {each.infer_response.id: each for each in told if each.error_message}
+        assert sorted(failed) == (["a", "b"] if begun else [])
+        for each in failed.values():
+            assert is_final(each.infer_response)
+            assert each.infer_response.parameters["error_code"].string_param == "INVALID_ARGUMENT"
+            assert "not a valid message" in each.error_message
+        await it.idle()
 
 
 async def test_a_call_that_breaks_ends_the_stream() -> None:
