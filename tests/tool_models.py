@@ -1,4 +1,4 @@
-"""Tiny models whose chat templates take tools: short forms of those of Hermes, Llama 3.1 and Mistral."""
+"""Tiny models whose chat templates take tools: short forms of those of Hermes, Llama 3.1 and 3.2, and Mistral."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,15 @@ _MISTRAL = (
     "{% elif message.role == 'tool' %}[TOOL_RESULTS] {{ message.content }} {{ message.tool_call_id }}[/TOOL_RESULTS]"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
+_PYTHONIC = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.first and tools %}Answer with [func_name1(params_name1=params_value1), func_name2(params)].\n"
+    "{{ tools | tojson }}{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }}("
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}, {% endfor %})]"
+    "{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 class ToolModel(NamedTuple):
@@ -51,6 +60,7 @@ TOOL_MODELS = {
     "hermes": ToolModel(_HERMES, {"<tool_call>": False, "</tool_call>": False}),
     "llama": ToolModel(_LLAMA, {"<|python_tag|>": True}),
     "mistral": ToolModel(_MISTRAL, {"[TOOL_CALLS]": True, "[INST]": True, "[/INST]": True}),
+    "pythonic": ToolModel(_PYTHONIC, {}),
 }
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ....errors import InvalidRequest
-from . import hermes, mistral, phi4
+from . import hermes, mistral, phi4, pythonic
+from .pythonic_calls import write_calls
 from .wish import Function, ToolWish
 
 Mark: TypeAlias = Callable[[str], int | None]
@@ -46,12 +47,11 @@ def write_grammar(
         case "llama":
             rules = layout.bare()
             head = _head if wish.required or answer is not None else _whole_head
+        case "pythonic":
+            rules = layout.listed(pythonic.BEGIN, pythonic.END)
+            return "\n".join([*rules, *write_calls(wish, _parameters), *told])
         case _:
-            raise InvalidRequest(
-                f"calls in the {form} format cannot be forced: send tool_choice 'auto', parallel_tool_calls true, "
-                "functions without strict, and no response_format",
-                field="tools",
-            )
+            raise InvalidRequest(f"calls in the {form} format cannot be forced", field="tools")
     key = "parameters" if form == "llama" else "arguments"
     return "\n".join([*rules, *_calls(wish, lambda name: head(name, key), "}"), *told])
 
@@ -81,6 +81,19 @@ class _Layout:
         if self.wish.required or self.json_answer:
             return self._must(f"call{more}")
         return [f"start: call{more} | TEXT?", r'TEXT: /(?s:.+)/ & ~/\s*\{\s*"name"(?s:.*)/']
+
+    def listed(self, begin: str, end: str) -> list[str]:
+        """The whole answer is a list of calls, or else none of it is. Where a text may stand instead, the first
+        function's name is in one piece with the bracket."""
+        more = "" if self.wish.single else f" (/, ?/ call){{0,{MAX_CALLS - 1}}}"
+        head, tail = (f"<[{token}]>? " if (token := self.mark(name)) is not None else "" for name in (begin, end))
+        if self.wish.required or self.json_answer:
+            return self._must(f'{head}"[" call{more} "]" {tail}')
+        functions = [(index, re.escape(function.name)) for index, function in enumerate(self.wish.functions)]
+        first = " | ".join(rf'/\[ ?{name}\(/ arguments_{index} ")"' for index, name in functions)
+        names = "|".join(name for _, name in functions)
+        text = rf"TEXT: /(?s:.+)/ & ~/\s*\[\s*({names})\s*\((?s:.*)/"
+        return [f'start: {head}first{more} "]" {tail}| TEXT?', f"first: {first}", text]
 
     def _must(self, calls: str) -> list[str]:
         if self.wish.required:
@@ -123,10 +136,13 @@ def _whole_head(name: str, key: str) -> str:
 
 def _schema(function: Function, wish: ToolWish) -> str:
     """An object of its parameters, or, where only asked for its name, any object."""
-    schema: dict[str, Any] = {"type": "object"}
+    return _with_options(_parameters(function, wish), lenient=not function.strict)
+
+
+def _parameters(function: Function, wish: ToolWish) -> dict[str, Any]:
     if function.strict or wish.required:
-        schema = {**function.parameters, "type": "object"}
-    return _with_options(schema, lenient=not function.strict)
+        return {**function.parameters, "type": "object"}
+    return {"type": "object"}
 
 
 def _with_options(schema: Mapping[str, Any], *, lenient: bool) -> str:

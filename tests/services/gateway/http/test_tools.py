@@ -199,8 +199,12 @@ async def test_templates_and_parsers_that_do_not_fit(models: dict[str, Path], ti
     async with saying(models["hermes"], "[get_weather(city='Rome', days=1)]", tool_parser="pythonic") as it:
         told = (await it.sdk.chat.completions.create(**ASK)).choices[0]
         assert shown(told.message.tool_calls) == [("get_weather", ROME)]
-        status, error = await it.refused(PATH, {**ASK, "tool_choice": "required"})
+        await it.sdk.chat.completions.create(**ASK, tool_choice="required")
+        assert 'start: "[" call' in submits(it)[-1].params.constraint.text
+        odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a=b": {}}}}}
+        status, error = await it.refused(PATH, {"messages": USER, "tools": [odd], "tool_choice": "required"})
         assert (status, error["param"]) == (400, "tools")
+        assert "'a=b' cannot be an argument's name" in error["message"]
     async with served(models["mistral"]) as it:
         status, error = await it.refused(PATH, {"messages": [{"role": "assistant", "tool_calls": calls}]})
         assert (status, error["param"]) == (400, "messages")

@@ -38,7 +38,7 @@ STRICT = Function("get_weather", {}, SCHEMA, strict=True)
 LOOSE = Function("now", {}, {"type": "object", "properties": {}, "additionalProperties": False})
 FORMS = [
     ("hermes", ""), ("llama", ""), ("mistral", ""), ("mistral", "[ARGS]"), ("phi4", "functools["),
-    ("phi4", "<|tool_call|>"),
+    ("phi4", "<|tool_call|>"), ("pythonic", ""),
 ]  # fmt: skip
 
 
@@ -113,9 +113,11 @@ def test_what_must_be_called_is_called(tokenizer: Tokenizer, vocabulary: LLToken
     assert names <= {"get_weather", "now"}
 
 
-ROME = '{"city": "Rome", "days": 2}'
+ROME, PARIS = '{"city": "Rome", "days": 2}', '{"city": "Paris", "days": 2}'
+ROME_CALLED = "city='Rome', days=2"
 CALLS = {
     ("hermes", ""): ('<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>', "%s\n%s"),
+    ("pythonic", ""): ("[get_weather(%s)]", ""),
     ("llama", ""): ('{"name": "get_weather", "parameters": %s}', "%s; %s"),
     ("mistral", ""): ('[TOOL_CALLS] [{"name": "get_weather", "arguments": %s}]', ""),
     ("mistral", "[ARGS]"): ("[TOOL_CALLS]get_weather[ARGS]%s", "%s%s"),
@@ -128,7 +130,8 @@ CALLS = {
 def test_what_may_be_said(tokenizer: Tokenizer, vocabulary: LLTokenizer, form: str, template: str) -> None:
     """As models write it: text or calls, several unless one is wanted, arguments of strict functions as defined."""
     written, several = CALLS[form, template]
-    good, bad = written % ROME, written % '{"city": "Paris", "days": 2}'
+    rome, paris = (ROME_CALLED, ROME_CALLED.replace("Rome", "Paris")) if form == "pythonic" else (ROME, PARIS)
+    good, bad = written % rome, written % paris
     auto = compile_grammar(vocabulary, grammar(tokenizer, form, template, wish(STRICT)))
     one = compile_grammar(vocabulary, grammar(tokenizer, form, template, wish(STRICT, single=True)))
     must = compile_grammar(vocabulary, grammar(tokenizer, form, template, wish(STRICT, required=True)))
@@ -142,7 +145,7 @@ def test_what_may_be_said(tokenizer: Tokenizer, vocabulary: LLTokenizer, form: s
     assert takes(either.deep_copy(), tokenizer, '{"x": 2}')
     assert not takes(either.deep_copy(), tokenizer, '{"x": 3}')
     assert not takes(must.deep_copy(), tokenizer, '{"x": 2}')
-    if form != "llama":
+    if form not in ("llama", "pythonic"):
         assert takes(auto.deep_copy(), tokenizer, "Let me see. " + good)
     if several:
         assert takes(auto.deep_copy(), tokenizer, several % (good, good))
@@ -172,8 +175,8 @@ def test_calls_are_bounded(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> Non
 
 
 def test_a_form_without_a_grammar(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="pythonic") as caught:
-        grammar(tokenizer, "pythonic", "", wish(STRICT))
+    with pytest.raises(InvalidRequest, match="other") as caught:
+        grammar(tokenizer, "other", "", wish(STRICT))
     assert caught.value.field == "tools"
 
 

@@ -76,7 +76,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("pythonic", "[f()]", call("f", "{}")),
     ("pythonic", " [ f ( a = 1 , ) , f(),]", [*ONE, *call("f", "{}")]),
     ("pythonic", "<|python_tag|>[f(a=1)]", ONE),
-    ("pythonic", "[f(from=1, start-date='x', the name=(1, 2))]", call("f", '{"from": 1, "start-date": "x", "the name": [1, 2]}')),
+    ("pythonic", "[f(from=1, start-date='x', the name=(1, 2))]",
+     call("f", '{"from": 1, "start-date": "x", "the name": [1, 2]}')),
     ("pythonic", "[f(a='\\d', a='\\ud83d\\ude00\\ud800')]", call("f", '{"a": "\U0001f600\ufffd"}')),
     ("pythonic", "[f(a='\\d')]", call("f", '{"a": "\\\\d"}')),
 ]  # fmt: skip
