@@ -1,42 +1,62 @@
-"""What gRPC has completed, handed to the loop in one go.
+"""What gRPC has completed, handed to the loop in one go, and no sooner than the loop asks for it.
 
-A thread of grpc.aio's writes a byte into a socket pair for each completed read or write; what it calls on the loop
-takes one byte, and all completions that are there. The bytes left over make the loop come round once each for nothing,
-and once the pair is full (278 bytes, here) that thread waits, and every call with it: a busy loop then reads a worker's
-next step about every 12 ms, whatever waits. So the end that is read gives all of its bytes at once.
+A thread of grpc.aio's (here: the poller) takes each completed read or write from gRPC and writes a byte into a socket
+pair; what it calls on the loop takes one byte, and all completions that are there. That costs twice:
+
+- The bytes left over make the loop come round once each for nothing, and once the pair is full (278 bytes, here) the
+  poller waits, and every call with it: a busy loop then reads a worker's next step about every 12 ms, whatever waits.
+  So the end that is read gives all of its bytes at once.
+- A write is complete as soon as it was begun, and wakes the poller, which on the loop's own core takes its place at
+  once, finds gRPC's lock taken, waits, and is woken again: a third of a stream's cost. So once the loop has taken what
+  there is, the pair is filled up: the poller waits at its next byte until the loop comes round and asks for more.
 """
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc.aio
 
-ALL = 1 << 16  # more than a socket pair holds
+ALL = 1 << 18  # more than a socket pair holds
+OPEN = 1 << 20  # bytes of buffer; a byte takes 768; the system makes it its most
+SHUT = 1  # the system makes it its least
+FILL = b"\0" * 4096  # more than that least holds
+BYTE = b"1"  # what the poller writes
 
 
-class _Emptied(socket.socket):
-    """Reads what there is, however little it is asked for."""
+class _Gate(socket.socket):
+    """The end that is read. Takes what there is, however little it is asked for."""
+
+    filled: socket.socket  # the other end
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        return super().recv(max(bufsize, ALL), flags)
+        """Lets the poller bring all that has completed; where it brought something, it waits from then on."""
+        self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, OPEN)
+        data = super().recv(ALL, flags)
+        if BYTE in data:
+            self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SHUT)
+            with suppress(BlockingIOError):  # it is full already
+                self.filled.send(FILL, socket.MSG_DONTWAIT)
+        return data
 
 
 def take_together() -> None:
     """For this process; on the loop that will serve, before its first channel or server. Changes nothing where gRPC
     was begun already, or does it in another way."""
-    with _pairs_of_emptied():
+    with _gated_pairs():
         grpc.aio.init_grpc_aio()
 
 
 @contextmanager
-def _pairs_of_emptied() -> Iterator[None]:
+def _gated_pairs() -> Iterator[None]:
     """gRPC makes its pair when it is begun, and offers no other way to it."""
     plain = socket.socketpair
 
     def pair() -> tuple[socket.socket, socket.socket]:
         read, write = plain()
-        return _Emptied(fileno=read.detach()), write
+        gate = _Gate(fileno=read.detach())
+        gate.filled = write
+        return gate, write
 
     socket.socketpair = pair  # type: ignore[assignment]
     try:

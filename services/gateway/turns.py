@@ -7,7 +7,7 @@ the less the loop keeps up; while it does, a turn is there at once.
 import asyncio
 from collections import deque
 
-AT_ONCE = 8  # messages; more cost less by the message, fewer let more tokens join
+AT_ONCE = 16  # messages; more cost less by the message, fewer let more tokens join
 SHARE = 16  # at least one in so many of those who wait: a round that reads from hundreds of workers takes long
 
 

@@ -13,14 +13,14 @@ from twostroke.services.grpc_setup import bind, create_server, open_channel
 
 STREAMS, MESSAGES = 100, 20
 calls = 0
-recv = grpc_events._Emptied.recv
+recv = grpc_events._Gate.recv
 
 def counted(self, *size):
     global calls
     calls += 1
     return recv(self, *size)
 
-grpc_events._Emptied.recv = counted
+grpc_events._Gate.recv = counted
 
 async def stream(request, context):
     for _ in range(MESSAGES):
