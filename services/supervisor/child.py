@@ -37,6 +37,7 @@ class ChildSpec:
     successors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """By exit code: the arguments to go on with. Such an end is no failure."""
     http_url: str = ""  # where it serves HTTP, if it does
+    admin_address: str = ""  # where it takes orders, if not at `address`
     health_address: str = ""  # where it serves health besides, if `address` is not for us
     watch_address: str = ""  # where it tells of its health instead, if not to whoever asks one of those two
     channel: OpenChannel = open_channel  # to where it is asked

@@ -80,7 +80,7 @@ class Supervisor:
         self.report.event(
             "serving",
             address=self.gateway.spec.address,
-            admin=self.gateway.spec.health_address or self.gateway.spec.address,
+            admin=self.gateway.spec.admin_address or self.gateway.spec.address,
             http=self.gateway.spec.http_url,
             processes=[
                 {"name": child.spec.name, "pid": child.pid, "address": child.spec.address} for child in self.children

@@ -13,6 +13,7 @@ import grpc.aio
 from ...errors import ConfigError
 from ...v1 import inference_pb2, inference_pb2_grpc
 from ..configure import flags_of, setting_variables
+from ..describe import flag
 from ..grpc_setup import open_channel
 from ..security.cluster import cluster_dialer, is_local, worker_credentials
 from ..settings import GatewaySettings, UpSettings, WorkerSettings, split_address
@@ -24,6 +25,7 @@ from .supervisor import Supervisor
 
 JOIN_S = 30.0  # most time for the gateway to meet workers that are ready
 POLL_S = 0.1
+ADDRESSES = ("listen", "http_listen", "admin_listen", "metrics_listen")  # that a gateway listens on
 
 
 def roles(up: UpSettings) -> list[tuple[str, str]]:
@@ -54,29 +56,14 @@ def plan(
             f"decode: got 0, takes at least 1 where --both is 0 (prefill is {up.prefill}): somebody must decode",
             field="decode",
         )
-    if why := listen_error(gateway.listen):
-        raise ConfigError(
-            f"listen: got {gateway.listen!r}, takes an address that is free ({why.lower()}); any: --listen 127.0.0.1:0",
-            field="listen",
-        )
-    if gateway.http_place and (why := listen_error(gateway.http_place)):
-        raise ConfigError(
-            f"http_listen: got {gateway.http_place!r}, takes an address that is free ({why.lower()}); "
-            "any: --http-listen 127.0.0.1:0, none: --http-listen off",
-            field="http_listen",
-        )
+    addresses = _addresses(gateway)
     people = roles(up)
     places = placed(up, worker, len(people), gpus)
-    ports = free_ports(len(people) + 4)
-    host, port = split_address(gateway.listen)
-    http_host, http_port = split_address(gateway.http_place) if gateway.http_place else ("", 0)
+    ports = free_ports(len(people) + len(addresses) + 1)
     gateway = gateway.model_copy(
         update={
-            "listen": f"{host}:{port or ports.pop()}",
-            "http_listen": f"{http_host}:{http_port or ports.pop()}" if http_host else "",
             "workers": [f"127.0.0.1:{port}" for port in ports[: len(people)]],
-            # Its own door may take TLS only, and certificates that we have not.
-            "admin_listen": gateway.admin_listen or (f"127.0.0.1:{ports.pop()}" if gateway.tls_cert else ""),
+            **{name: _settled(address, ports) for name, address in addresses.items()},
         }
     )
     worker_credentials(worker)  # what is wrong with them is said once, here
@@ -91,12 +78,42 @@ def plan(
     if gateway.http_listen:
         scheme = "http" if gateway.tls_cert is None else "https"
         door = replace(door, http_url=f"{scheme}://{reachable(gateway.http_listen)}")
-    if gateway.tls_cert is not None and is_local(gateway.admin_listen):
-        door = replace(door, health_address=gateway.admin_listen)
+    if gateway.admin_listen:
+        door = replace(door, admin_address=reachable(gateway.admin_listen))
+    if gateway.tls_cert is not None:
+        door = replace(door, health_address=door.admin_address)
     if gateway.processes > 1:  # whichever of them answers at their address speaks for itself
         watch = f"127.0.0.1:{ports.pop()}"
         door = replace(door, arguments=(*door.arguments, "--watch", watch), watch_address=watch)
     return Stack(up, door, specs)
+
+
+def _addresses(gateway: GatewaySettings) -> dict[str, str]:
+    """Where it is to listen, by the names of the settings. ConfigError where one is taken, or none is left for us."""
+    places = {name: getattr(gateway, name) for name in ADDRESSES} | {"http_listen": gateway.http_place}
+    if gateway.tls_cert is not None:  # its own door takes TLS only, and perhaps certificates that we have not
+        places["admin_listen"] = gateway.admin_listen or "127.0.0.1:0"
+        if not is_local(places["admin_listen"]):
+            raise ConfigError(
+                f"admin_listen: got {gateway.admin_listen!r}, takes an address of this machine alone here (such as "
+                "127.0.0.1:0), as `up` asks for health there; or run `twostroke gateway` by itself",
+                field="admin_listen",
+            )
+    for name, address in places.items():
+        if address and (why := listen_error(address)):
+            none = f", none: {flag(name)} off" if name == "http_listen" else ""
+            raise ConfigError(
+                f"{name}: got {address!r}, takes an address that is free ({why.lower()}); "
+                f"any: {flag(name)} 127.0.0.1:0{none}",
+                field=name,
+            )
+    return places
+
+
+def _settled(address: str, ports: list[int]) -> str:
+    """The address, with one of these ports where it asks for any."""
+    host, port = split_address(address) if address else ("", 0)
+    return f"{host}:{port or ports.pop()}" if address else ""
 
 
 def _spec(name: str, role: str, address: str, up: UpSettings, settings: GatewaySettings | WorkerSettings) -> ChildSpec:

@@ -98,6 +98,7 @@ async def secured(tiny_dir: Path, tmp_path: Path, launch: Launch) -> AsyncIterat
         *("--cluster-cert", str(inside.cert), "--cluster-key", str(inside.key), "--cluster-ca", str(ours.path)),
         *("--cluster-name", "inside", "--cluster-peers", "inside"),
         *("--tls-cert", str(door.cert), "--tls-key", str(door.key), "--tls-client-ca", str(ours.path)),
+        *("--admin-listen", "127.0.0.1:0"),
     ]
     async with launch(*flags) as stack:
         it = Secured(stack, ours, door, inside, {name: key for name, (key, _) in made.items()})
