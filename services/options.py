@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from ..errors import ConfigError
 from .access_options import access_options
 from .describe import COMMAND_FIELDS, default_text, flag, is_flag, is_list, kind_of
+from .security.limits import LEAST_URGENT, MOST_URGENT
 from .settings import Settings, Takes, split_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -87,6 +88,15 @@ _address_option = click.option(
     metavar="HOST:PORT",
     callback=address_argument,
     help="The gateway.",
+)
+
+
+priority_option = click.option(
+    "--priority",
+    type=click.IntRange(MOST_URGENT, LEAST_URGENT),
+    default=0,
+    metavar="N",
+    help="Lower values go first, strictly  [default: 0]",
 )
 
 

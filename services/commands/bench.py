@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..access_options import access
-from ..options import gateway_option
+from ..options import gateway_option, priority_option
 
 if TYPE_CHECKING:
     from ..load.bench import BenchPlan
@@ -66,6 +66,7 @@ _SECONDS = click.FloatRange(0.001, 1e7)
     "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, metavar="X", help="0 is greedy."
 )
 @click.option("--ignore-eos/--respect-eos", default=True, help="Go on past the model's own end (the default).")
+@priority_option
 @click.option("--timeout", type=_SECONDS, default=600.0, show_default=True, metavar="S", help="Of a request.")
 @click.option(
     "--channels", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Connections to use."
@@ -143,6 +144,7 @@ def make_plan(options: dict[str, Any]) -> "BenchPlan":
             model=options["model"],
             temperature=options["temperature"],
             ignore_eos=options["ignore_eos"],
+            priority=options["priority"],
             timeout_s=options["timeout"],
             requests=options["requests"],
             duration_s=options["duration"],

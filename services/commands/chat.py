@@ -11,7 +11,7 @@ import click
 
 from ...errors import InvalidRequest, TwostrokeError
 from ..access_options import access
-from ..options import gateway_option
+from ..options import gateway_option, priority_option
 from .generate import printable, unicode_text
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ _PENALTY = click.FloatRange(-10, 10)
 @click.option("--frequency-penalty", type=_PENALTY, metavar="X", help="The same, for each time.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Same seed, same noise  [default: drawn]")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop an answer before this text; may be repeated.")
+@priority_option
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.001), metavar="SECONDS", help="Deadline of an answer.")
 @click.pass_context
 def chat(context: click.Context, /, **options: Any) -> None:
@@ -111,6 +112,7 @@ def build_request(options: dict[str, Any]) -> "pb.GenerateRequest":
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     return pb.GenerateRequest(
         model=options["model"],
+        priority=options["priority"],
         sampling=pb.Sampling(**sampling),
         stopping=pb.Stopping(max_tokens=options["max_tokens"], strings=options["stop"]),
     )

@@ -11,7 +11,7 @@ import click
 
 from ...errors import ConfigError
 from ..access_options import access
-from ..options import gateway_option
+from ..options import gateway_option, priority_option
 from ..sampling_flags import read_sampling_flags, read_stopping_flags, sampling_flags
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ MAX_PROMPT = 64 << 20  # characters; the gateway's own limit is lower
     metavar="N",
     help="With --json: log-probabilities of the prompt's tokens and of the top N.",
 )
+@priority_option
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0.001), metavar="SECONDS", help="Deadline of the call.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a message, the last with the timings.")
 def generate(words: tuple[str, ...], as_json: bool, timeout_s: float | None, **options: Any) -> None:
@@ -133,6 +134,7 @@ def build_request(prompt: str, options: dict[str, Any], *, chat: bool) -> "pb.Ge
         logprobs=options["logprobs"],
         prompt_logprobs=options["prompt_logprobs"],
         n=options.get("answers", 1),
+        priority=options["priority"],
     )
     if chat:
         if options["system"] is not None:

@@ -32,6 +32,7 @@ class Options:
     model: str = ""
     temperature: float = 0.0
     ignore_eos: bool = True
+    priority: int = 0
     timeout_s: float | None = None  # of a request
     requests: int | None = None
     duration_s: float | None = None
@@ -168,6 +169,7 @@ class LoadRun:
         options = self._options
         return pb.GenerateRequest(
             model=options.model,
+            priority=options.priority,
             input=pb.Input(token_ids=pb.TokenIds(ids=planned.prompt)),
             sampling=pb.Sampling(temperature=options.temperature, seed=planned.seed),
             stopping=pb.Stopping(max_tokens=planned.max_tokens, ignore_eos=options.ignore_eos),

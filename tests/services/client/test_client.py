@@ -6,14 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import click
 import grpc.aio
 import pytest
 
 from twostroke.errors import DeadlineExceeded, InvalidRequest, Overloaded, TwostrokeError, Unavailable
+from twostroke.services.cli import main
 from twostroke.services.client.client import Client, Measured
-from twostroke.services.commands.generate import build_request, printable, summary
+from twostroke.services.commands.bench import bench, make_plan
+from twostroke.services.commands.chat import build_request as build_chat
+from twostroke.services.commands.chat import chat
+from twostroke.services.commands.generate import build_request, generate, printable, summary
 from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
@@ -23,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "stop": (), "stop_token": (), "ignore_eos": False, "logprobs": None, "raw": False, "min_p": None, "typical_p": None,
     "repetition_penalty": None, "presence_penalty": None, "frequency_penalty": None, "bias": {}, "allow_token": (),
     "ban_token": (), "bad_word": (), "min_tokens": 0, "include_stop": False, "prompt_logprobs": None,
+    "priority": 0,
 }  # fmt: skip
 TEXTS = ["The ", "sky", " is \x1b[31mblue", "\u00e9\U0001f30d"]
 
@@ -168,7 +175,7 @@ def test_requests_hold_what_was_given_and_no_more() -> None:
     assert not request.stopping.HasField("max_tokens")
     assert not request.HasField("logprobs")
     given = {"temperature": 0.0, "top_k": 0, "top_p": 0.5, "seed": 2**64 - 1, "max_tokens": 3, "logprobs": 0}
-    given |= {"stop": ("a", "b"), "stop_token": (7,), "ignore_eos": True, "model": "tiny"}
+    given |= {"stop": ("a", "b"), "stop_token": (7,), "ignore_eos": True, "model": "tiny", "priority": -7}
     request = build_request("hi", {**OPTIONS, **given}, chat=False)
     assert request.input.text == "hi"
     assert all(request.sampling.HasField(name) for name in absent)  # type: ignore[arg-type]
@@ -176,6 +183,23 @@ def test_requests_hold_what_was_given_and_no_more() -> None:
     assert (list(request.stopping.strings), list(request.stopping.token_ids)) == (["a", "b"], [7])
     assert request.stopping.ignore_eos
     assert request.HasField("logprobs")
+    assert request.priority == -7
+
+
+def test_every_command_that_asks_takes_a_priority() -> None:
+    whole = click.Context(main, **main.context_settings)
+    for name, command in (("generate", generate), ("chat", chat), ("bench", bench)):
+        params = command.make_context(name, ["--priority", "-3"], parent=whole).params
+        if name == "bench":
+            assert make_plan(params).options.priority == -3
+        else:
+            build = build_chat if name == "chat" else partial(build_request, "hi", chat=True)
+            assert build(params).priority == -3
+        for wrong in ("2147483648", "-2147483649", "high"):
+            with pytest.raises(click.BadParameter) as caught:
+                command.make_context(name, ["--priority", wrong], parent=whole)
+            assert caught.value.param is not None
+            assert caught.value.param.name == "priority"
 
 
 def test_a_system_message_needs_a_chat() -> None:

@@ -50,7 +50,7 @@ async def test_a_closed_load_is_the_plan(tiny_llama_dir: Path, told: bool) -> No
     p.script.first_tokens = told
     async with (
         cluster(tiny_llama_dir, p, d) as it,
-        load(it, requests=40, channels=3, temperature=0.5) as (run, plan, got),
+        load(it, requests=40, channels=3, temperature=0.5, priority=5) as (run, plan, got),
     ):
         await run.closed(4)
         tally = run.tally
@@ -72,6 +72,7 @@ async def test_a_closed_load_is_the_plan(tiny_llama_dir: Path, told: bool) -> No
             params = submit.params
             assert (params.max_tokens, params.seed, params.ignore_eos) == (request.max_tokens, request.seed, True)
             assert params.temperature == 0.5
+            assert submit.priority == 5
         assert not {0, 1, 2} & {token for submit in d.submits for token in submit.prompt_ids}
 
 
