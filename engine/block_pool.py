@@ -74,10 +74,13 @@ class BlockPool:
         return page in self._evictable
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages with undefined content, one reference each; evicts cached pages where it must."""
+        """Takes `count` pages with undefined content, one reference each; evicts cached pages where it must.
+
+        In rising order: neighbours in a block table that are neighbours in the pool too are one piece to a transfer.
+        """
         if count > self.free_pages:
             raise TwostrokeError(f"{count} pages wanted, {self.free_pages} free")
-        return [self._take() for _ in range(count)]
+        return sorted([self._take() for _ in range(count)])
 
     def _take(self) -> int:
         if self._free:

@@ -207,6 +207,7 @@ class EngineCore:
         self._preemptions += len(plan.preempted)
         result.progress |= bool(plan.rows or plan.reserved or plan.preempted)
         flight = self._launch(plan, hook) if plan.rows else None
+        self._roster.publish_arrived()
         if before is not None:
             self._take_in(before, result, wait)
         if flight is not None and plan.constrained:

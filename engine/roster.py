@@ -28,6 +28,7 @@ class Roster:
         self.constrained = 0  # live sequences whose output is constrained
         self.expected = 0  # places in the batch that admitted sequences keep for their siblings
         self._preempted: list[Sequence] = []
+        self._arrived: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence waits."""
@@ -66,10 +67,13 @@ class Roster:
         self.expected += self._places(sequence)
 
     def arrive(self, sequence: Sequence) -> None:
-        """The KV of all positions below `base` is in its pages."""
+        """The KV of all positions below `base` is in its pages; others find them from `publish_arrived` on."""
         del self.awaiting[sequence.key]
         sequence.computed = sequence.launched = sequence.base
-        self.publish(sequence)
+        if sequence.siblings or len(self.waiting):  # they take its pages over as they are, or may want them at once
+            self.publish(sequence)
+        else:
+            self._arrived.append(sequence)
         sequence.state = State.RUNNING
         self.running[sequence.key] = sequence
 
@@ -126,6 +130,13 @@ class Roster:
             self.pool.register(sequence.pages[index], sequence.chain[index], content)
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : full], sequence.key)
         sequence.registered = full
+
+    def publish_arrived(self) -> None:
+        """Of those that arrived. Later than `arrive`: a long prompt has many pages, and a client waits for token 1."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            for sequence in arrived:  # one that ended meanwhile has no pages
+                self.publish(sequence)
 
     def park(self, sequence: Sequence) -> None:
         """A PREFILL sequence is done: only its pages are still wanted."""

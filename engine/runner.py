@@ -71,6 +71,9 @@ class ModelRunner:
             score(hidden[len(drawing) :], self._decoder.head, scorings)
         return tokens
 
+    def rehearse(self) -> None:
+        """As `CudaRunner.rehearse`; nothing, for a step here is computed, not launched."""
+
     @torch.inference_mode()
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole pages of all layers: targets[i] gets the content of sources[i]."""

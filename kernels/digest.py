@@ -63,6 +63,19 @@ def pool_digests(
     return _mix(sums + salts).astype("<u8", copy=False).tobytes()
 
 
+def fold_layers(digests: bytes, pages: int) -> bytes:
+    """One digest a page out of those of all its layers, given layer by layer: their sums modulo 2**64.
+
+    Each is salted by its layer, so that a fault in one is noticed for certain, and several but for about 2**-64.
+    Raises ValueError where they are not as many for each page.
+    """
+    if not pages:
+        return b""
+    table = np.frombuffer(digests, "<u8").reshape(-1, pages)
+    folded: _Words = table.sum(axis=0, dtype=np.uint64)
+    return folded.astype("<u8", copy=False).tobytes()
+
+
 def _word_sums(
     pool: Tensor,  # [layers, pages, page_bytes] uint8
     ids: Tensor,  # [n] int64

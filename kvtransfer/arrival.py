@@ -1,12 +1,12 @@
 """A ticket on the decode side: what was said of it, which of its pages were digested."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum, auto
 
+from ..kernels.digest import DIGEST_BYTES, fold_layers
 from .ids import Recent
 from .messages import Complete, FromReader, Key, Resend, Revoke, Ticket, Verify
-from .push import DIGEST_BYTES, runs
+from .push import runs
 
 _REMEMBERED = 4096  # accepted tickets of a writer
 
@@ -98,18 +98,13 @@ class Arrival:
         return self.state is ArrivalState.VERIFYING and not self._outstanding
 
     def wrong(self, digests: bytes) -> tuple[int, ...]:
-        """Ordinals of which some layer's digest differs from the writer's."""
-        if self._digests == digests:
-            return ()
-        return tuple(sorted({page for page, start in self._places() if self._differs(digests, start)}))
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """(ordinal, offset of its digest) of every page of every layer."""
+        """Ordinals whose digest, folded over the layers, differs from the writer's."""
         count = len(self.ticket.pages)
-        return ((i % count, i * DIGEST_BYTES) for i in range(self._layers * count))
-
-    def _differs(self, digests: bytes, start: int) -> bool:
-        return self._digests[start : start + DIGEST_BYTES] != digests[start : start + DIGEST_BYTES]
+        own = fold_layers(bytes(self._digests), count)
+        if own == digests:
+            return ()
+        starts = range(0, count * DIGEST_BYTES, DIGEST_BYTES)
+        return tuple(i for i, at in enumerate(starts) if own[at : at + DIGEST_BYTES] != digests[at : at + DIGEST_BYTES])
 
     def _ask(self, first_layer: int, layers: int, ordinals: range) -> Verify:
         self._outstanding.add((first_layer, layers, ordinals.start, len(ordinals)))

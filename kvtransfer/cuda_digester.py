@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gpu.page_digest import digest_pages
-from .digest_slots import DigestSlots, no_digests
+from .digest_slots import DigestSlots, no_digests, page_ids
 from .event_waiter import EventWaiter
 from .messages import Verify
 from .pool_pages import Digested
@@ -79,8 +79,7 @@ class CudaDigester:
         """On the device; the layers of a ticket share them."""
         ids = self._sent.get(pages)
         if ids is None:
-            host = torch.tensor(pages, dtype=torch.int32).pin_memory()  # else the host would wait
-            ids = self._sent[pages] = host.to(self._device, non_blocking=True)
+            ids = self._sent[pages] = page_ids(pages, self._device)
             if len(self._sent) > _REMEMBERED:
                 self._sent.popitem(last=False)
         return ids

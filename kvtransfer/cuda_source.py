@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.gpu.page_digest import digest_pages
 from .cuda_runtime import BatchCopy
-from .digest_slots import DigestSlots
+from .digest_slots import DigestSlots, page_ids
 from .event_waiter import EventWaiter
 from .layer_marks import LayerMarks
 from .messages import Copy
@@ -73,13 +73,14 @@ class CudaSource:
         source = LayersAt(self.address + first.layer * self.layer_bytes, self.layer_bytes)
         places = self._addresses.of(batch, layers, source, target)
         with torch.cuda.stream(self.stream):
-            ids = batch.ids if batch.ids is not None else self._sent(batch)
+            if batch.ids is None:
+                batch.ids = page_ids(batch.src, self.device)
             self.stream.wait_event(self.marks.of(copies[-1].layer))
             try:
                 self._copy(*places, layers * len(batch), self.stream.cuda_stream)
                 digest_pages(
                     self._words[first.layer : first.layer + layers],
-                    ids,
+                    batch.ids,
                     slot.view(layers, pages),
                     ticket=first.ticket,
                     first_layer=first.layer,
@@ -116,12 +117,6 @@ class CudaSource:
     def close(self) -> None:
         """Ends the waiter's thread, once it has seen all copies completed."""
         self._waiter.close()
-
-    def _sent(self, batch: PageBatch) -> Tensor:
-        """The batch's page ids on the device; from pinned memory, or the host would wait."""
-        host = torch.tensor(batch.src, dtype=torch.int32).pin_memory()
-        batch.ids = host.to(self.device, non_blocking=True)
-        return batch.ids
 
     def _warm_up(self) -> None:
         """Page 0 of layer 0, so that the first push compiles nothing."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ class DigestSlots:
             landed(digests)
 
         return tell
+
+
+def page_ids(pages: Sequence[int], device: torch.device) -> Tensor:  # int32 [pages]
+    """On the device, as of the current stream; from pinned memory, or the host would wait."""
+    return torch.tensor(pages, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
 
 def no_digests(count: int) -> bytes:

@@ -71,7 +71,7 @@ class Complete:
 
     ticket: int
     first_tokens: tuple[FirstToken, ...]
-    digests: bytes  # layers x pages little-endian uint64, layer by layer; empty when every first token has a finish
+    digests: bytes  # of each page, folded over the layers (`fold_layers`); empty when every first token has a finish
     round: int = 0  # counts the resends before it: a late copy of an older round must not end the hold on the pages
 
 

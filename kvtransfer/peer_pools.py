@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ..kernels.digest import DIGEST_BYTES
+from .digest_slots import no_digests
 from .messages import Copy
 from .transport import LayersTransport, Transport
 
@@ -83,4 +83,4 @@ def _start_one(transport: Transport | None, copy: Copy, landed: Landed) -> None:
 
 def _fail(copies: Sequence[Copy], landed: Landed) -> None:
     log.exception("a copy into the pool of %016x failed", copies[0].reader)
-    landed(copies, bytes(DIGEST_BYTES * sum(len(copy.src) for copy in copies)))
+    landed(copies, no_digests(sum(len(copy.src) for copy in copies)))

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
+from ..kernels.digest import DIGEST_BYTES, fold_layers
 from .messages import Copy, Ticket
-
-DIGEST_BYTES = 8
 
 
 class PushState(Enum):
@@ -59,6 +58,10 @@ class Push:
         del self.outstanding[copy]
         start = (done.layer * len(self.ticket.pages) + done.ordinal) * DIGEST_BYTES
         self.digests[start : start + len(digests)] = digests
+
+    def folded(self) -> bytes:
+        """What `Complete` tells: a digest a page."""
+        return fold_layers(bytes(self.digests), len(self.ticket.pages))
 
     def any_launched(self) -> bool:
         """Whether a copy was ever launched."""

@@ -122,7 +122,7 @@ class Pushes:
         """Tells the reader that all is written."""
         source = self.sources[push.ticket.key]
         push.repeat_at = self.now + self.repeat_s
-        digests = b"" if source.finished() else bytes(push.digests)
+        digests = b"" if source.finished() else push.folded()
         return self.send(push.reader, Complete(push.ticket.ticket, source.first or (), digests, push.round))
 
     def stop(self, push: Push, reason: str) -> list[Instruction]:

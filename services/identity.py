@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import Mismatch
 from ..v1 import worker_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,19 @@ class CudaRunner:
             step = self._padding(size)
             self._draws.capture(size, self.graphs.logits(size), step.slots, step.turn)
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Goes the way of the smallest captured step, less its layers: host and driver know it still
+        when a step comes after a pause. Nobody hears of what is drawn. Only while no step is on its way.
+        """
+        if self.graphs.sizes:
+            with torch.cuda.stream(self._stream):
+                size = self.graphs.sizes[0]
+                step = self._padding(size)
+                rows, positions = DrawColumns.zeros(size), np.zeros(size, np.int32)
+                turn = Turn(self._turn, step.turn)
+                self._draws.draw(self.graphs.logits(size), rows, positions, step.slots, turn, tuple, size=size)
+
     def _padding(self, size: int) -> StepTensors:
         """A step of `size` padding rows."""
         return self._decode_tensors([], np.empty(0, np.int32), np.empty(0, np.int32), [], size)

@@ -31,6 +31,7 @@ from ...kvtransfer.messages import (
     FromWriter,
     Instruction,
     Lost,
+    Progress,
     Resend,
     Send,
     Unhold,
@@ -77,10 +78,12 @@ class DecodeHandover:
         pool_id: int,
         ticket_valid_s: float = 60.0,
         digester: Digester | None = None,
+        rehearse: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pool_id`: as in the offer. `ticket_valid_s`: how long a writer may take, from its ticket on. `digester`: of
-        the pool's pages; by default the CPU.
+        the pool's pages; by default the CPU. `rehearse`: of the engine's runner, called while KV comes to an engine
+        that has nothing else to do: its first step is launched the sooner.
         """
         layers, page_size = pool.shape[0], pool.shape[4]
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
@@ -90,6 +93,7 @@ class DecodeHandover:
         self._digester = digester or CpuDigester(pool_bytes(pool))
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
+        self._rehearse = rehearse
         self._clock = clock
         self._emit: Emit
         self._awaited: dict[SequenceKey, _Awaited] = {}
@@ -221,6 +225,8 @@ class DecodeHandover:
     def _on_message(self, writer: int, message: FromWriter) -> None:
         self._run(self.reader.receive(writer, message, self._clock()))
         self._flush()
+        if isinstance(message, Progress) and not self._inbox.in_step and not self._core.has_work():
+            self._rehearse()
 
     # What they have in common
 

@@ -11,6 +11,7 @@ from ...errors import Mismatch, TwostrokeError, Unavailable
 from ...kvtransfer.messages import FromReader, FromWriter
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
+from ..grpc_calls import end
 from ..identity import ProcessIdentity, read_identity
 from .handover import PeerAddress
 from .link_queue import LinkQueue
@@ -147,7 +148,7 @@ class WriterLink:
                 )
             await self._stand(call, self.watch)
         finally:
-            call.cancel()
+            end(call)
 
     def _check(self, hello: pb.PrefillHello) -> ProcessIdentity:
         identity = read_identity(hello.identity)

@@ -118,6 +118,7 @@ def _decode(settings: WorkerSettings, identity: ProcessIdentity, loaded: WorkerE
         pool_id=offer.pool,
         ticket_valid_s=settings.ticket_valid_s,
         digester=_digester(engine.pool),
+        rehearse=engine.runner.rehearse,
     )
 
     async def stop() -> None:

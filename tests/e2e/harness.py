@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from twostroke.services.grpc_setup import open_channel
+from twostroke.services.identity import PROTOCOL
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc as rpc
 from twostroke.v1 import worker_pb2, worker_pb2_grpc
@@ -138,7 +139,9 @@ class Stack:
     async def status(self, name: str) -> worker_pb2.Status:
         """A worker's own figures, over a session like a gateway's."""
         channel = open_channel(self.current(name)["address"])
-        identity = worker_pb2.Identity(protocol=1, incarnation=secrets.randbits(63) | 1, name="test", pid=os.getpid())
+        identity = worker_pb2.Identity(
+            protocol=PROTOCOL, incarnation=secrets.randbits(63) | 1, name="test", pid=os.getpid()
+        )
         hello = worker_pb2.ToWorker(hello=worker_pb2.GatewayHello(identity=identity))
         session = worker_pb2_grpc.WorkerStub(channel).Session(timeout=10)
         try:

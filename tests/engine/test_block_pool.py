@@ -84,8 +84,18 @@ def test_evicts_the_least_recently_used_chain_and_only_after_free_pages() -> Non
     pool.release(first)
     fresh = pool.allocate(1)
     assert fresh[0] not in (*first, *second)
-    assert pool.allocate(4) == [second[1], second[0], first[1], first[0]]
+    assert [pool.allocate(1) for _ in range(4)] == [[second[1]], [second[0]], [first[1]], [first[0]]]
     assert len(pool.prefix) == 0
+
+
+def test_pages_taken_at_once_come_in_rising_order_whatever_freed_them() -> None:
+    pool = BlockPool(12)
+    pages = pool.allocate(11)
+    for number, page in enumerate(pages[:4]):
+        pool.register(page, digest(number))
+    for page in (7, 3, 9, 1, 11, 4, 2):
+        pool.release([page])
+    assert pool.allocate(7) == [1, 2, 3, 4, 7, 9, 11]
 
 
 def test_same_content_twice_keeps_the_first_page() -> None:

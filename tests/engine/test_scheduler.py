@@ -74,7 +74,7 @@ class TestBudget:
 
     def test_prompts_that_came_together_are_answered_one_after_the_other(self) -> None:
         engine = FakeEngine(pages=500, context=200, token_budget=128, prompt_batch=30)
-        keys = [engine.add(number, prompt_of(30, number)) for number in range(3)]
+        keys = [engine.add(number, prompt_of(30, number), max_tokens=1) for number in range(3)]
         for done in range(1, 4):
             engine.step()
             assert [key in engine.outputs for key in keys] == [number < done for number in range(3)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twostroke.kernels.digest import page_digests, pool_digests
+from twostroke.kernels.digest import fold_layers, page_digests, pool_digests
 
 MASK = (1 << 64) - 1
 
@@ -122,3 +122,28 @@ def test_strided_pools_and_other_dtypes() -> None:
         page_digests(torch.zeros((2, 12), dtype=torch.uint8), [0], **names)
     with pytest.raises(ValueError, match="uint8"):
         page_digests(torch.zeros((2, 16), dtype=torch.int32), [0], **names)
+
+
+def test_layers_are_folded_by_their_sum() -> None:
+    words = [3, (1 << 64) - 1, 1 << 40, 5, 2, 1 << 63]  # two layers of three pages
+    data = b"".join(word.to_bytes(8, "little") for word in words)
+    folded = fold_layers(data, 3)
+    assert [int.from_bytes(folded[i : i + 8], "little") for i in (0, 8, 16)] == [8, 1, (1 << 63) + (1 << 40)]
+    assert fold_layers(b"", 0) == b""
+    with pytest.raises(ValueError, match="reshape"):
+        fold_layers(data[:-8], 3)
+
+
+def test_a_fault_in_any_layer_is_seen_after_folding() -> None:
+    pool = torch.randint(0, 256, (3, 4, 64), dtype=torch.uint8)
+    names = {"ticket": 9, "first_layer": 0, "ordinal": 0}
+    whole = fold_layers(pool_digests(pool, [0, 1, 2, 3], **names), 4)
+    for layer in range(3):
+        for page in range(4):
+            bad = pool.clone()
+            bad[layer, page, 17] ^= 4
+            told = fold_layers(pool_digests(bad, [0, 1, 2, 3], **names), 4)
+            assert [whole[i : i + 8] == told[i : i + 8] for i in range(0, 32, 8)] == [i != page for i in range(4)]
+    crossed = pool.clone()
+    crossed[0, 2], crossed[1, 2] = pool[1, 2], pool[0, 2]  # the same pages, in each other's layers
+    assert fold_layers(pool_digests(crossed, [0, 1, 2, 3], **names), 4)[16:24] != whole[16:24]

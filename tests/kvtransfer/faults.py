@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from twostroke.kvtransfer import arrival, push
 from twostroke.kvtransfer.arrival import Arrival, ArrivalState
 from twostroke.kvtransfer.ids import SeenIds
 from twostroke.kvtransfer.messages import ClosePool, Complete, Instruction, Lost, Release, Resend, Unhold
@@ -63,8 +64,9 @@ def digests_skipped(patch: pytest.MonkeyPatch) -> None:
 
 
 def digest_of_one_layer_only(patch: pytest.MonkeyPatch) -> None:
-    """Of each page only one layer is compared."""
-    patch.setattr(Arrival, "_places", lambda self: ((i, i * 8) for i in range(len(self.ticket.pages))))
+    """Of each page only one layer is told and compared."""
+    for module in (arrival, push):
+        patch.setattr(module, "fold_layers", lambda digests, pages: digests[: 8 * pages])
 
 
 def accepted_twice_frees_twice(patch: pytest.MonkeyPatch) -> None:
@@ -213,7 +215,8 @@ def resend_of_one_layer_only(patch: pytest.MonkeyPatch) -> None:
         return out
 
     patch.setattr(Pushes, "resend", resend)
-    patch.setattr(Arrival, "_places", lambda self: ((i, i * 8) for i in range(len(self.ticket.pages))))
+    for module in (arrival, push):
+        patch.setattr(module, "fold_layers", lambda digests, pages: digests[: 8 * pages])
 
 
 def complete_never_repeated(patch: pytest.MonkeyPatch) -> None:

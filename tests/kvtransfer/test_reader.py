@@ -3,6 +3,7 @@
 import pytest
 
 from twostroke.errors import TwostrokeError
+from twostroke.kernels.digest import fold_layers
 from twostroke.kvtransfer.messages import (
     Accepted,
     Arrived,
@@ -45,6 +46,10 @@ def table(wrong: tuple[tuple[int, int], ...] = ()) -> bytes:
     return b"".join(bytes(8) if place in wrong else own(*place) for place in places)
 
 
+def folded(wrong: tuple[tuple[int, int], ...] = ()) -> bytes:
+    return fold_layers(table(wrong), len(PAGES))
+
+
 def answer(reader: Reader, out: list[Instruction], bad: bool = False) -> list[Instruction]:
     said: list[Instruction] = []
     for v in [i for i in out if isinstance(i, Verify)]:
@@ -54,7 +59,7 @@ def answer(reader: Reader, out: list[Instruction], bad: bool = False) -> list[In
     return said
 
 
-def complete(digests: bytes = table(), round_: int = 0) -> Complete:
+def complete(digests: bytes = folded(), round_: int = 0) -> Complete:
     return Complete(1, TOKEN, digests, round_)
 
 
@@ -103,7 +108,7 @@ def test_a_repeated_complete_is_answered_without_touching_pages() -> None:
 
 def test_pages_that_do_not_match_are_wanted_once_more() -> None:
     reader = made()
-    out = reader.receive(P, complete(table(wrong=((0, 2), (1, 2), (1, 0)))), 0.0)
+    out = reader.receive(P, complete(folded(wrong=((0, 2), (1, 2), (1, 0)))), 0.0)
     assert answer(reader, out) == [Send(P, Resend(1, (0, 2), 0))]
     assert reader.receive(P, complete(), 0.5) == []  # of before the resend: its pages may be written now
     assert reader.receive(P, Progress(((1, 2, 3),)), 0.5) == []
@@ -124,7 +129,7 @@ def test_what_does_not_match_twice_is_lost() -> None:
 
 def test_digests_of_another_length_do_not_match() -> None:
     reader = made()
-    assert answer(reader, reader.receive(P, complete(table()[:-8]), 0.0)) == [Send(P, Resend(1, (2,), 0))]
+    assert answer(reader, reader.receive(P, complete(folded()[:-8]), 0.0)) == [Send(P, Resend(1, (2,), 0))]
 
 
 def test_a_ticket_without_pages_is_accepted_at_once() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from twostroke.errors import TwostrokeError
+from twostroke.kernels.digest import fold_layers
 from twostroke.kvtransfer.messages import (
     Accepted,
     ClosePool,
@@ -62,7 +63,7 @@ def finish(writer: Writer, out: list[Instruction]) -> list[Instruction]:
 
 
 def whole(count: int) -> bytes:
-    return b"".join(bytes([layer, i]) * 4 for layer in range(LAYERS) for i in range(count))
+    return fold_layers(b"".join(bytes([layer, i]) * 4 for layer in range(LAYERS) for i in range(count)), count)
 
 
 def completed(writer: Writer, pages: Sequence[int] = (1, 2, 3)) -> list[Instruction]:

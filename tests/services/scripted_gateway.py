@@ -10,7 +10,7 @@ import grpc
 from twostroke.engine.request import FinishReason, SamplingParams, SequenceKey, Work
 from twostroke.services.gateway.wire_gateway import make_submit, unpack_step
 from twostroke.services.grpc_setup import open_channel
-from twostroke.services.identity import draw_identity
+from twostroke.services.identity import PROTOCOL, draw_identity
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 
@@ -28,7 +28,7 @@ def name_of(number: int, sample: int) -> Name:
 class Gateway:
     """A scripted gateway: one session, everything that came on it."""
 
-    def __init__(self, address: str, *, incarnation: int = 0, model: str = "tiny", protocol: int = 1) -> None:
+    def __init__(self, address: str, *, incarnation: int = 0, model: str = "tiny", protocol: int = PROTOCOL) -> None:
         self.channel = open_channel(address)
         self.call: Any = worker_pb2_grpc.WorkerStub(self.channel).Session()
         identity = draw_identity("gateway", "here").message()

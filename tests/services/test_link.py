@@ -19,6 +19,7 @@ from twostroke.services.handover.link_client import LinkClient
 from twostroke.services.handover.link_server import LinkServer
 from twostroke.services.handover.pool_opener import PoolOpener
 from twostroke.services.handover.wire_link import PoolOffer
+from twostroke.services.identity import PROTOCOL
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 
@@ -278,11 +279,11 @@ async def test_one_incarnation_has_one_identity(tmp_path: Path) -> None:
 
 async def test_another_protocol_version_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as rig, raw_link(rig) as link:
-        link.hello.identity.protocol = 2
+        link.hello.identity.protocol = PROTOCOL + 1
         await link.call.write(pb.FromDecode(hello=link.hello))
         code, details = await link.status()
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "1 here, 2 there" in details
+        assert f"{PROTOCOL} here, {PROTOCOL + 1} there" in details
 
 
 async def test_a_reader_that_takes_nothing_loses_its_stream_only(tmp_path: Path) -> None:

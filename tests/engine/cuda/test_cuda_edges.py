@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
+from twostroke.engine.cuda import runner as cuda_runner
 from twostroke.engine.cuda.graphs import DecodeGraphs, DrawGraphs
 from twostroke.engine.cuda.runner import CudaRunner
 from twostroke.engine.model_config import ModelConfig
@@ -200,3 +201,34 @@ def test_tokens_of_captured_steps_are_drawn_as_any_others(model: Path) -> None:
     assert {random for _, random in draws.replayed} == {False, True}
     assert {size for size, _ in draws.replayed} >= {1, 4}
     assert answers[0] == answers[1]
+
+
+def test_more_new_pages_than_a_captured_step_takes_along(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence of this step begins a page: the device is told of most of them before it."""
+    answers = []
+    for runner, room in ((ModelRunner, 0), (CudaRunner, 1), (CudaRunner, 512)):
+        monkeypatch.setattr(cuda_runner, "CAPTURED_UPDATES", room)
+        core = build(model, runner, max_batch=6)
+        if runner is CudaRunner:
+            with_graphs(core, 6)
+        page = core._options.page_size
+        for number in range(5):
+            ask(core, number, page)  # the first token drawn lies on the next page
+        answers.append(drain(core))
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_rehearsal_between_steps_changes_nothing(model: Path) -> None:
+    answers = []
+    for rehearsed in (0, 5):
+        core = build(model, CudaRunner, max_batch=4)
+        with_graphs(core, 2, 4)
+        told: dict[SequenceKey, list[int]] = {}
+        for number in range(3):
+            ask(core, number, 4 + number)
+            drain(core, told)
+            for _ in range(rehearsed):
+                core._runner.rehearse()  # type: ignore[attr-defined]
+        answers.append(told)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3

@@ -10,7 +10,7 @@ from twostroke.engine.config import EngineOptions
 from twostroke.engine.core import EngineCore
 from twostroke.engine.request import FinishReason, Request, SamplingParams, SequenceKey, StepResult, Work
 from twostroke.errors import HandoverExpired, InvalidRequest
-from twostroke.kernels.digest import pool_digests
+from twostroke.kernels.digest import fold_layers, pool_digests
 from twostroke.kvtransfer import messages as kv
 from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.services.handover.decode import DecodeHandover
@@ -59,7 +59,10 @@ class Side:
         )
         self.links = Links()
         self.now = 100.0
-        self.handover = DecodeHandover(self.core, self.links, self.pool, pool_id=POOL, clock=lambda: self.now)
+        self.rehearsed = 0
+        self.handover = DecodeHandover(
+            self.core, self.links, self.pool, pool_id=POOL, rehearse=self.rehearse, clock=lambda: self.now
+        )
         self.emitted = StepResult()
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.handover.attach(self.now_, self.emit)
@@ -68,6 +71,9 @@ class Side:
     def now_(self, event: Callable[[], None]) -> None:
         """Posted events run at once."""
         event()
+
+    def rehearse(self) -> None:
+        self.rehearsed += 1
 
     def emit(self, result: StepResult) -> None:
         self.emitted.failures += result.failures
@@ -106,7 +112,8 @@ class Side:
             for layer in range(LAYERS):
                 self.pool[layer, page, 0, 0, at % PAGE, 0] = prompt[at] + VOCAB * layer
                 self.pool[layer, page, 1, 0, at % PAGE, 1] = at
-        return pool_digests(pool_bytes(self.pool), ticket.pages, ticket=ticket.ticket, first_layer=0, ordinal=0)
+        layers = pool_digests(pool_bytes(self.pool), ticket.pages, ticket=ticket.ticket, first_layer=0, ordinal=0)
+        return fold_layers(layers, len(ticket.pages))
 
     def complete(self, ticket: kv.Ticket, digests: bytes, token: int, finish: int = 0) -> None:
         first = kv.FirstToken(0, token, finish, ((token, -0.5),))
@@ -251,6 +258,26 @@ def test_an_expired_ticket_is_revoked(side: Side) -> None:
     assert side.sent(kv.Revoke) == [kv.Revoke(1)]
     assert side.core.pool.quarantined == 2
     side.handover.received(WRITER, kv.Drained(1))
+    side.over()
+
+
+def test_an_engine_with_nothing_to_do_rehearses_while_kv_comes(side: Side) -> None:
+    side.handover.writer_up(WRITER)
+    prompts = [random_prompt(seed, 8) for seed in (4, 5)]
+    for prompt in prompts:
+        side.submit(prompt)
+    side.step()
+    tickets = side.sent(kv.Ticket)
+    digests = [side.write(ticket, prompt) for ticket, prompt in zip(tickets, prompts, strict=True)]
+    side.handover.received(WRITER, kv.Progress(((tickets[0].ticket, 1, 2),)))
+    assert side.rehearsed == 1
+    side.complete(tickets[0], digests[0], expected_tokens(prompts[0], 1)[0])
+    side.handover.received(WRITER, kv.Progress(((tickets[1].ticket, 1, 2),)))
+    assert side.rehearsed == 1, "it has a step to run"
+    side.complete(tickets[1], digests[1], expected_tokens(prompts[1], 1)[0])
+    for _ in range(8):
+        side.step()
+    assert sorted(side.tokens.values()) == sorted(expected_tokens(prompt, 4) for prompt in prompts)
     side.over()
 
 

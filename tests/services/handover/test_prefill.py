@@ -12,6 +12,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.request import Request, SamplingParams, SequenceKey, StepResult, Work
 from twostroke.engine.sequence import State
 from twostroke.errors import InvalidRequest, TwostrokeError
+from twostroke.kernels.digest import fold_layers
 from twostroke.kvtransfer import messages as kv
 from twostroke.kvtransfer.transport import Done
 from twostroke.services.handover.handover import PeerAddress
@@ -178,7 +179,7 @@ def test_each_page_is_pushed_once_as_soon_as_it_is_full(side: Side) -> None:
     (first,) = complete.first_tokens
     assert (first.sample, first.token_id, first.finish) == (0, expected_tokens(prompt, 1)[0], 0)
     assert first.prefill > 0
-    assert len(complete.digests) == LAYERS * 18 * 8
+    assert len(complete.digests) == 18 * 8
     assert side.core.state_of(key) is State.HELD
     side.say(kv.Accepted(1))
     assert side.core.state_of(key) is None
@@ -359,7 +360,7 @@ def test_a_failed_copy_is_told_as_digests_that_match_nothing(side: Side) -> None
     side.transport.fails = True
     side.step()
     (complete,) = side.links.of(kv.Complete)
-    assert complete.digests == bytes(LAYERS * 8)
+    assert complete.digests == bytes(8)
     side.transport.fails = False
     side.say(kv.Resend(1, (0,), complete.round))
     assert side.links.of(kv.Complete)[-1].digests != complete.digests
@@ -471,7 +472,7 @@ def test_copies_that_complete_later_complete_the_ticket() -> None:
     side.transport.complete()
     side.run_events()
     [complete] = side.links.of(kv.Complete)
-    assert complete.digests == DIGEST * 10 * LAYERS
+    assert complete.digests == fold_layers(DIGEST * 10 * LAYERS, 10)
     side.say(kv.Accepted(1))
     side.handover.check(idle=True)
     assert not side.core.pool.holds()

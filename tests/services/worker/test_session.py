@@ -21,7 +21,7 @@ from twostroke.engine.sequence import State
 from twostroke.errors import Unavailable
 from twostroke.services.grpc_setup import bind, create_server
 from twostroke.services.handover.handover import NoHandover, PeerAddress
-from twostroke.services.identity import draw_identity
+from twostroke.services.identity import PROTOCOL, draw_identity
 from twostroke.services.interceptor import ErrorInterceptor
 from twostroke.services.worker import sessions as sessions_module
 from twostroke.services.worker.driver import Driver
@@ -204,7 +204,7 @@ async def test_statuses_count_and_tell_the_load() -> None:
     ("options", "code", "texts"),
     [
         ({"model": "llama"}, grpc.StatusCode.FAILED_PRECONDITION, ["tiny", "llama"]),
-        ({"protocol": 7}, grpc.StatusCode.FAILED_PRECONDITION, ["1", "7"]),
+        ({"protocol": 7}, grpc.StatusCode.FAILED_PRECONDITION, [str(PROTOCOL), "7"]),
     ],
 )
 async def test_gateways_that_do_not_fit_are_refused(options: Any, code: grpc.StatusCode, texts: list[str]) -> None:
