@@ -12,6 +12,7 @@ import grpc.aio
 from ...errors import Mismatch, TwostrokeError, Unavailable
 from ...v1 import worker_pb2 as pb
 from ...v1 import worker_pb2_grpc
+from ..grpc_calls import end, write_failed
 from ..grpc_setup import OpenChannel, connection_fault, open_channel
 from ..identity import ProcessIdentity, read_identity
 from .router import Role
@@ -114,7 +115,7 @@ class WorkerClient:
                     raise
                 self._note("the worker cancelled the call")  # grpc raises its status so
             finally:
-                call.cancel()
+                end(call)
         return worked
 
     def _note(self, reason: str, *, absent: bool = False) -> None:
@@ -178,6 +179,8 @@ def told(error: grpc.aio.AioRpcError) -> str:
         return f"refused: {text}"
     if error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(NO_CONNECTION):
         return connection_fault(text)
+    if write_failed(text):
+        return "the connection broke"
     return f"{error.code().name}: {text}"
 
 
