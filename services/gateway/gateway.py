@@ -38,7 +38,8 @@ from .ledger import Ledger, LocalLedger
 from .lifecycle import Lifecycle
 from .management import Management
 from .processes.ledger import SharedLedger
-from .processes.memory import TENANTS, WRONG_KEYS, SharedMemory
+from .processes.memory import NAMES, TENANTS, WRONG_KEYS, SharedMemory
+from .processes.names import SharedNames
 from .processes.share import Share
 from .processes.siblings import Siblings
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
@@ -77,13 +78,13 @@ def load_model(settings: GatewaySettings) -> ServedModel:
     )
 
 
-def _books(share: Share | None) -> tuple[Board, Ledger, Ledger | None]:
-    """What is inside, what tenants have taken, and what is shared of wrong keys."""
+def _books(share: Share | None) -> tuple[Board, Ledger, Ledger | None, SharedNames | None]:
+    """What is inside, what tenants have taken, and what is shared of wrong keys and of requests' names."""
     if share is None:
-        return Board(), LocalLedger(), None
+        return Board(), LocalLedger(), None, None
     memory, index = SharedMemory(share.descriptor, share.count), share.index
-    tables = memory.tables
-    return memory.board(index), SharedLedger(tables[TENANTS], index), SharedLedger(tables[WRONG_KEYS], index)
+    tenants, wrong_keys, names = (SharedLedger(memory.tables[each], index) for each in (TENANTS, WRONG_KEYS, NAMES))
+    return memory.board(index), tenants, wrong_keys, SharedNames(names)
 
 
 class Gateway:
@@ -94,7 +95,7 @@ class Gateway:
         self._settings = settings
         self._model = model
         self._share = share
-        board, ledger, wrong_keys = _books(share)
+        board, ledger, wrong_keys, names = _books(share)
         identity = draw_identity(settings.name or f"gateway-{os.getpid()}", host_id())
         self._changed = asyncio.Event()
         self.admission = Admission(settings.max_queue, ledger, board=board, max_tokens=self._max_queue_tokens)
@@ -110,7 +111,7 @@ class Gateway:
         self.authenticator = authenticator(settings, wrong_keys)
         counts = share.figures if share is not None else None
         self.figures = Figures(self.admission, self.fleet, self.authenticator.wrong, counts)
-        self.siblings = Siblings(share, board, self.fleet)
+        self.siblings = Siblings(share, board, self.fleet, names)
         self.lifecycle = Lifecycle(
             model,
             self.fleet,
@@ -127,8 +128,8 @@ class Gateway:
             constraints=self.constraints,
         )
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
-        names = (*door_names(settings), CLUSTER)
-        self._management = Management(settings, self.authenticator, self.fleet, self.siblings, names)
+        told = (*door_names(settings), CLUSTER)
+        self._management = Management(settings, self.authenticator, self.fleet, self.siblings, told)
         self.http: HttpDoor | None = None
         self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens

@@ -105,6 +105,12 @@ class SharedLedger:
         shared = self._table.inside(found[0]) if found is not None and self._stands(*found) else 0
         return shared + self._alone.inside(tenant)
 
+    def forget(self, tenant: Tenant) -> None:
+        """Of one that has no places here, where it stands. It is looked for anew when it comes again."""
+        found = self._known.get(tenant.name)
+        if found is not None and not self._table.places[self._own + found[0]]:
+            del self._known[tenant.name]
+
     # Where a tenant stands
 
     @contextmanager
@@ -200,9 +206,7 @@ class SharedLedger:
         now = time.monotonic()
         if now - self._warned >= WARN_EACH_S:
             self._warned = now
-            logger.warning(
-                "the shared ledger is %s for a tenant: this process holds it to its share of its limits", why
-            )
+            logger.warning("the shared ledger is %s for a tenant or a name: this process decides by its share", why)
 
 
 def _set_of(digest: bytes) -> int:

@@ -32,8 +32,8 @@ ROW_BYTES = len(Cell) * CELL_BYTES
 BOARD_BYTES = MAX_PROCESSES * ROW_BYTES
 PLACES_BYTES = MAX_PROCESSES * SLOTS * PLACE_BYTES
 TABLE_BYTES = PLACES_BYTES + SLOTS * SLOT_BYTES
-TENANTS, WRONG_KEYS = range(2)  # tables: whoever fills the second one displaces nobody in the first
-TABLES = 2
+TENANTS, WRONG_KEYS, NAMES = range(3)  # tables: whoever fills one displaces nobody in the others
+TABLES = 3
 SIZE = BOARD_BYTES + TABLES * TABLE_BYTES
 
 

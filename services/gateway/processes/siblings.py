@@ -18,7 +18,7 @@ from ...grpc_setup import Health, add_health_and_reflection, bind, create_server
 from ...security.tenant import Tenant
 from ..board import Board, Cell
 from ..fleet import Fleet
-from ..vllm_engine.running import Running
+from ..vllm_engine.running import Names, Running
 from .share import Share
 
 ANSWER_S = 1.0  # a sibling that is frozen holds nobody up for longer
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 class Siblings:
     """One loop owns it. `start`, `stop`. Without a share there are none."""
 
-    def __init__(self, share: Share | None, board: Board, fleet: Fleet) -> None:
-        """`board`: says who is up."""
-        self.running = Running()  # of this process
+    def __init__(self, share: Share | None, board: Board, fleet: Fleet, names: Names | None = None) -> None:
+        """`board`: says who is up. `names`: of requests, in all processes."""
+        self.running = Running(names)  # of this process
         self._share = share
         self._board = board
         self._fleet = fleet

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 from ....errors import RunningAlready
 from ...security.tenant import Tenant
@@ -46,10 +47,22 @@ class Ending:
             raise Aborted from None
 
 
+class Names(Protocol):
+    """What is under way in other processes too."""
+
+    def take(self, tenant: Tenant, request_id: str) -> bool:
+        """False: it is under way."""
+
+    def give_back(self, tenant: Tenant, request_id: str) -> None:
+        """What was taken."""
+
+
 class Running:
     """Names are a tenant's own: nobody ends, or meets, another tenant's requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names | None = None) -> None:
+        """`names`: where there are other processes."""
+        self._names = names
         self._requests: dict[tuple[str, str], Ending] = {}
 
     def __len__(self) -> int:
@@ -59,13 +72,15 @@ class Running:
     def enter(self, tenant: Tenant, request_id: str) -> Iterator[Ending]:
         """The name is taken for the time of the `with` block. RunningAlready where it is."""
         key = (tenant.name, request_id)
-        if key in self._requests:
+        if key in self._requests or (self._names is not None and not self._names.take(tenant, request_id)):
             raise RunningAlready(f"request {request_id!r} is under way already", field="request_id")
         ending = self._requests[key] = Ending()
         try:
             yield ending
         finally:
             del self._requests[key]
+            if self._names is not None:
+                self._names.give_back(tenant, request_id)
 
     def abort(self, tenant: Tenant, request_ids: Iterable[str]) -> int:
         """Ends those of these requests that are under way; how many they were."""

@@ -162,8 +162,10 @@ async def test_two_processes_are_one_gateway(tiny_llama_dir: Path, tmp_path: Pat
             await finish(it.start(second, "more", 1))
             it.answers += 1
 
-        # A tenant's two places are those of both.
-        held, other = await it.begun(first, "held"), await it.begun(second, "other")
+        # A tenant's two places are those of both, and so are the names of requests.
+        held = await it.begun(first, "held")
+        assert await it.start(second, "held").code() is grpc.StatusCode.ALREADY_EXISTS
+        other = await it.begun(second, "other")
         for name in NAMES:
             refused = it.start(name, "third")
             assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
