@@ -70,6 +70,8 @@ class Answer:
 
     def piece(self, tokens: Sequence[Token], finish: FinishReason | None, report: Report) -> Piece:
         """The next piece; `finish`: the workers end with the last of `tokens`. The last piece has its own `finish`."""
+        if finish is None and self._stops is None and self._count and tokens:
+            return self._middle(tokens)
         first_index = self._count
         text, taken, stop_string = self._read(tokens, finish)
         if stop_string is not None:
@@ -91,6 +93,25 @@ class Answer:
             sample=self._sample,
             prompt_logprobs=self._scores.take() if self._scores is not None else None,
             cached_tokens=self._cached_tokens,
+        )
+
+    def _middle(self, tokens: Sequence[Token]) -> Piece:
+        """A piece that neither begins nor ends the answer, nor can: nearly all are, and each costs."""
+        first_index, push = self._count, self._text.push
+        ids = [token.token_id for token in tokens]
+        self._count += len(ids)
+        self._last = self._clock()
+        if first_index == 1:
+            self._second = self._last
+        return Piece(
+            first_index,
+            ids,
+            push(ids[0]) if len(ids) == 1 else "".join(map(push, ids)),
+            [token.logprobs for token in tokens] if self._logprobs else [],
+            None,
+            self._sample,
+            None,
+            self._cached_tokens,
         )
 
     def _read(self, tokens: Sequence[Token], finish: FinishReason | None) -> tuple[str, int, str | None]:

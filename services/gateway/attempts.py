@@ -80,7 +80,8 @@ class Attempts:
         """The next tokens, in order, each once; may be empty. Raises what ends the request."""
         while True:
             try:
-                tokens = await self._flight.take()
+                await self._flight.arrival()
+                tokens = self._flight.take()
             except Lost as lost:
                 await self._again(lost)
                 continue

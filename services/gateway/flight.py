@@ -1,5 +1,6 @@
 """One attempt of a request on its workers: who runs which part, and what they answer, as one stream."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Lost(Exception):
 
 
 class Flight:
-    """`launch` starts the parts; `take` gives the merged tokens; `close` drops whatever still runs."""
+    """`launch` starts the parts; `take` gives the merged tokens of an `arrival`; `close` drops whatever still runs."""
 
     def __init__(
         self,
@@ -94,17 +95,22 @@ class Flight:
         """It is over; another attempt may succeed."""
         self._error = self._error or Lost(error)
 
-    async def take(self) -> list[Token]:
-        """The next tokens, in order, each once; may be empty. Raises the failure that ended the attempt: Lost where
-        another one may succeed."""
-        if self._error is None:
-            fresh, self._held = self._held, []
-            for event in await self._inbox.take():
-                fresh += self._apply(event)
-            if not self._scores.complete:
-                fresh, self._held = [], fresh
-            if fresh or self._error is None or self.finish is not None:
-                return fresh
+    def arrival(self) -> asyncio.Future[None]:
+        """Is done when there is something to take. Raises the failure that ended the attempt: Lost where another one
+        may succeed."""
+        if self._error is not None:
+            raise self._error
+        return self._inbox.arrival()
+
+    def take(self) -> list[Token]:
+        """The next tokens, in order, each once; may be empty. Raises as `arrival` does."""
+        fresh, self._held = self._held, []
+        for event in self._inbox.take():
+            fresh += self._apply(event)
+        if not self._scores.complete:
+            fresh, self._held = [], fresh
+        if fresh or self._error is None or self.finish is not None:
+            return fresh
         raise self._error
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def joined(before: Event, event: Event) -> int | None:
 
 
 class Inbox:
-    """A queue bounded in bytes; many put, one takes, all on one loop.
+    """A queue bounded in bytes; many put, one waits for an arrival and takes, all on one loop.
 
     Putting never waits, as no request may hold up a worker's session: at the bound `on_full` is called, once, and
     nothing more is kept.
@@ -108,17 +108,19 @@ class Inbox:
             waiter, self._waiter = self._waiter, None
             self._turns.queue(waiter)
 
-    async def take(self) -> list[Event]:
-        """All that has come, in order; waits for at least one, and for its turn."""
-        if not (self._events and self._turns.now()):
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            if self._events:
-                self._turns.queue(waiter)
-            else:
-                self._waiter = waiter
-            try:
-                await waiter
-            finally:
-                self._waiter = None
+    def arrival(self) -> asyncio.Future[None]:
+        """Is done once something is there and it is the taker's turn. A plain future, and one wait at a time: there is
+        one for each token, which would pass through every coroutine."""
+        turn: asyncio.Future[None] = self._loop.create_future()
+        if not self._events:
+            self._waiter = turn
+        elif self._turns.now():
+            turn.set_result(None)
+        else:
+            self._turns.queue(turn)
+        return turn
+
+    def take(self) -> list[Event]:
+        """All that has come, in order."""
         events, self._events, self._bytes = self._events, [], 0
         return events

@@ -12,14 +12,10 @@ class PromptScores:
         """`prompt_tokens`: all but the first are waited for; None: nothing is."""
         self._end = 1 if prompt_tokens is None else prompt_tokens
         self._wanted = prompt_tokens is not None
+        self.complete = self._end <= 1  # nothing is waited for (any more)
         self._counts = array("I")
         self._ids = array("I")
         self._values = array("f")
-
-    @property
-    def complete(self) -> bool:
-        """Nothing is waited for (any more)."""
-        return 1 + len(self._counts) >= self._end
 
     def add(self, stretch: PromptLogprobs) -> None:
         """Takes what is new and joins on; a stretch after a gap is dropped, as its worker will be asked again."""
@@ -32,6 +28,7 @@ class PromptScores:
         self._counts.extend(counts)
         self._ids.extend(stretch.ids[start:end])
         self._values.extend(stretch.values[start:end])
+        self.complete = 1 + len(self._counts) >= self._end
 
     def take(self) -> PromptLogprobs | None:
         """All of them, once; None where they were not asked for, or are taken."""

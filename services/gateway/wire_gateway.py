@@ -1,6 +1,7 @@
 """The gateway's end of the worker API: submissions into messages, packed steps into sequences' outputs."""
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from ...engine.request import (
     Constraint,
@@ -100,28 +101,22 @@ def make_cancel(keys: Iterable[SequenceKey]) -> pb.Cancel:
 
 def unpack_step(step: pb.Step, gateway: int) -> list[SequenceOutput]:
     """The outputs of a step, one a sequence. Mismatch where the packed arrays contradict each other."""
-    columns = (step.requests, step.samples, step.attempts, step.first_indices, step.counts, step.finishes)
-    if len({len(column) for column in columns}) != 1:
+    names = (step.requests, step.samples, step.attempts)
+    columns = (step.first_indices, step.counts, step.finishes)
+    if len({len(column) for column in (*names, *columns)}) != 1:
         raise Mismatch("a step's arrays differ in length")
     if sum(step.counts) != len(step.token_ids):
         raise Mismatch("a step's counts do not add up to its tokens")
     timings = unpack_timings(step)
     told = unpack_prompt_logprobs(step)
     tokens = unpack_tokens(step)
+    keys = map(tuple.__new__, repeat(SequenceKey), zip(repeat(gateway), *names, strict=False))  # as `plain_tokens`
     outputs: list[SequenceOutput] = []
     start = 0
-    for index, (request, sample, attempt, first, count, finish) in enumerate(zip(*columns, strict=True)):
+    for index, (key, first, count, finish) in enumerate(zip(keys, *columns, strict=True)):
         end = start + count
-        outputs.append(
-            SequenceOutput(
-                key=SequenceKey(gateway, request, sample, attempt),
-                first_index=first,
-                tokens=tokens[start:end],
-                finish=unpack_finish(finish) if finish else None,
-                timings=timings.get(index),
-                prompt_logprobs=told.get(index),
-            )
-        )
+        reason = unpack_finish(finish) if finish else None
+        outputs.append(SequenceOutput(key, first, tokens[start:end], reason, timings.get(index), told.get(index)))
         start = end
     return outputs
 

@@ -110,8 +110,11 @@ class WorkerSession:
         self.heard = time.monotonic()
         match message.WhichOneof("kind"):
             case "step":
+                inboxes, incarnation = self._inboxes, self.incarnation
                 for output in unpack_step(message.step, self._gateway):
-                    self._put(output.key, Output(self.incarnation, output))
+                    inbox = inboxes.get(output.key)
+                    if inbox is not None:
+                        inbox.put(Output(incarnation, output))
             case "failure":
                 failure = message.failure
                 if failure.code == pb.FAILURE_CODE_DRAINING:

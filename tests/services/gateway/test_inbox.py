@@ -25,6 +25,11 @@ def output(*ids: int, logprobs: int = 0) -> Output:
     return Output(1, SequenceOutput(SequenceKey(1, 1, 0, 0), 0, tokens, None, None))
 
 
+async def taken(inbox: Inbox) -> list[Event]:
+    await inbox.arrival()
+    return inbox.take()
+
+
 def never() -> None:
     raise AssertionError("it is not full")
 
@@ -33,33 +38,33 @@ async def test_takes_all_that_came_in_order() -> None:
     inbox, events = Inbox(10_000, never, Turns()), [output(1), Gone(2, "x"), output(2, 3)]
     for event in events:
         inbox.put(event)
-    assert await inbox.take() == events
+    assert await taken(inbox) == events
 
 
 async def test_a_taker_that_waits_is_woken_once_for_all() -> None:
     inbox = Inbox(10_000, never, Turns())
-    taken: list[list[Event]] = []
+    got: list[list[Event]] = []
 
     async def take() -> None:
-        taken.append(await inbox.take())
+        got.append(await taken(inbox))
 
     task = asyncio.create_task(take())
     await asyncio.sleep(0)
     inbox.put(output(1))
     inbox.put(output(2))
     await task
-    assert taken == [[output(1), output(2)]]
+    assert got == [[output(1), output(2)]]
 
 
 async def test_a_taker_can_be_cancelled_and_nothing_is_lost() -> None:
     inbox = Inbox(10_000, never, Turns())
-    task = asyncio.create_task(inbox.take())
+    task = asyncio.create_task(taken(inbox))
     await asyncio.sleep(0)
     inbox.put(output(1))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await inbox.take() == [output(1)]
+    assert await taken(inbox) == [output(1)]
 
 
 async def test_the_bound_is_told_once_and_nothing_more_is_kept() -> None:
@@ -77,7 +82,7 @@ async def test_taking_makes_room() -> None:
     inbox = Inbox(EVENT_BYTES + TOKEN_BYTES, never, Turns())
     for id_ in range(5):
         inbox.put(output(id_))
-        assert await inbox.take() == [output(id_)]
+        assert await taken(inbox) == [output(id_)]
 
 
 def test_sizes() -> None:
@@ -90,9 +95,9 @@ async def test_one_that_has_events_waits_for_its_turn_and_takes_what_came_meanwh
     first, second = Inbox(10_000, never, turns), Inbox(10_000, never, turns)
     for inbox in (first, second):
         inbox.put(output(1))
-    assert await first.take() == [output(1)]
+    assert await taken(first) == [output(1)]
     asyncio.get_running_loop().call_soon(second.put, output(2))
-    assert await second.take() == [output(1), output(2)]
+    assert await taken(second) == [output(1), output(2)]
 
 
 def later(first: int, *ids: int, finish: FinishReason | None = None, timings: SequenceTimings | None = None) -> Output:
@@ -104,7 +109,7 @@ async def test_tokens_that_go_on_where_the_last_event_ended_are_put_behind_its_o
     for event in (later(0, 5, timings=SequenceTimings()), later(1, 6), later(2, 7, 8, finish=FinishReason.STOP)):
         inbox.put(event)
     inbox.put(later(4, 9))
-    first, second = await inbox.take()
+    first, second = await taken(inbox)
     assert isinstance(first, Output)
     assert [token.token_id for token in first.output.tokens] == [5, 6, 7, 8]
     assert first.output.finish is FinishReason.STOP
@@ -126,7 +131,7 @@ async def test_events_that_say_more_stay_apart(event: Event) -> None:
     inbox = Inbox(10_000, never, Turns())
     inbox.put(later(0, 5))
     inbox.put(event)
-    assert await inbox.take() == [later(0, 5), event]
+    assert await taken(inbox) == [later(0, 5), event]
 
 
 async def test_what_is_kept_is_counted_as_the_memory_that_it_takes() -> None:

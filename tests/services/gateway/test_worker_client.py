@@ -11,7 +11,7 @@ import pytest
 from twostroke.engine.request import SamplingParams, SequenceKey, SequenceOutput, Token, Work
 from twostroke.errors import Mismatch, Unavailable
 from twostroke.services.gateway.fleet import Fleet
-from twostroke.services.gateway.inbox import Failed, Gone, Inbox, Output
+from twostroke.services.gateway.inbox import Event, Failed, Gone, Inbox, Output
 from twostroke.services.gateway.router import Role
 from twostroke.services.gateway.turns import Turns
 from twostroke.services.gateway.wire_gateway import make_submit
@@ -45,6 +45,11 @@ async def fleet(*workers: Any, silence_s: float = 10.0, model: str = "llama") ->
 
 def inbox() -> Inbox:
     return Inbox(1 << 20, lambda: None, Turns())
+
+
+async def taken(box: Inbox) -> list[Event]:
+    await box.arrival()
+    return box.take()
 
 
 def key(request: int, attempt: int = 0) -> SequenceKey:
@@ -192,9 +197,9 @@ async def test_a_worker_that_dies_and_comes_back_is_met_again() -> None:
         await until(it.loads)
         session, box = it.session(worker.identity.incarnation), inbox()
         submit(session, key(1), box)
-        assert isinstance((await box.take())[0], Output)
+        assert isinstance((await taken(box))[0], Output)
         await worker.stop()
-        events = await box.take()
+        events = await taken(box)
         assert isinstance(events[-1], Gone)
         await until(lambda: not it.loads())
         with pytest.raises(Unavailable):
@@ -212,7 +217,7 @@ async def test_a_silent_worker_is_taken_for_dead() -> None:
         box = inbox()
         submit(it.session(worker.identity.incarnation), key(1), box)
         worker.frozen = True
-        gone = (await box.take())[-1]
+        gone = (await taken(box))[-1]
         assert isinstance(gone, Gone)
         assert "silent" in gone.reason
         await until(lambda: not worker.live)  # the stream's end drops the request there
@@ -297,13 +302,13 @@ async def test_answers_reach_their_attempt_and_no_other() -> None:
     session.receive(pb.FromWorker())
     session.forget(key(1, attempt=1))
     session.receive(step(key(1, attempt=1), 4))
-    output, failed = await new.take()
+    output, failed = await taken(new)
     assert isinstance(output, Output)
     assert output.output.first_index == 3
     assert isinstance(failed, Failed)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await old.take()
+            await taken(old)
     sent = [(await session.outbox.take() or (None, 0))[0] for _ in range(3)]
     assert [message.WhichOneof("kind") for message in sent if message is not None] == ["submit", "cancel", "submit"]
 
@@ -336,7 +341,7 @@ async def test_a_worker_that_does_not_read_loses_its_session_not_our_memory() ->
     with pytest.raises(Unavailable, match="does not read"):
         flood()
     assert session.waiting == 0
-    assert isinstance((await box.take())[0], Gone)
+    assert isinstance((await taken(box))[0], Gone)
 
 
 def test_identity_is_a_plain_value() -> None:
