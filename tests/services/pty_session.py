@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 PATIENCE_S = 30.0
+AGAIN_S = 3.0
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execv(sys.executable, [sys.executable, '-m', 'twostroke.services.cli', *sys.argv[1:]])"
@@ -46,10 +47,10 @@ class PtySession:
         r"""Keys: \x03 is Ctrl-C, \x04 Ctrl-D."""
         os.write(self._master, text.encode())
 
-    async def see(self, words: str) -> None:
+    async def see(self, words: str, within_s: float = PATIENCE_S) -> None:
         """Waits until it shows this, after what was seen before."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(within_s):
                 while (at := self.text.find(words, self._from)) < 0:
                     self._changed.clear()
                     await self._changed.wait()
@@ -59,11 +60,12 @@ class PtySession:
 
     async def interrupt(self, words: str) -> None:
         """Ctrl-C until it shows this: Python may miss one that comes while `input` is about to wait for a key."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.text.find(words, self._from) < 0:
-                self.type("\x03")
-                await asyncio.sleep(0.3)
-        await self.see(words)
+        for _ in range(int(PATIENCE_S / AGAIN_S)):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                await self.see(words, AGAIN_S)
+                return
+        raise AssertionError(f"Ctrl-C did nothing; seen: {self.text!r}")
 
     async def ends(self) -> int:
         """Its exit code."""

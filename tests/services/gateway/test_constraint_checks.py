@@ -203,7 +203,7 @@ def children() -> list[psutil.Process]:
 
 async def test_stopping_leaves_no_process(tiny_llama_dir: Path) -> None:
     checks = ConstraintChecks(tiny_llama_dir, processes=1)
-    waiting = asyncio.create_task(checks.check(GOOD[0]))
+    waiting = asyncio.create_task(checks.check(Constraint(K.JSON_SCHEMA, SLOW)))  # for longer than this takes
     await asyncio.sleep(0.05)
     await checks.stop()
     with pytest.raises(asyncio.CancelledError):

@@ -302,6 +302,7 @@ async def test_the_same_attempt_twice_is_refused_but_a_later_one_runs() -> None:
         await gateway.until(lambda: 1 in gateway.failures)
         assert gateway.failures[1].code == pb.FAILURE_CODE_INVALID
         await gateway.cancel(1)
+        await worker.sessions_have(0)
         await gateway.submit(1, prompt_of(1, 20), 5, attempt=1)
         worker.runner.gate.set()
         await gateway.until(lambda: 1 in gateway.finishes)
@@ -316,6 +317,7 @@ async def test_a_cancel_spares_later_attempts() -> None:
         for attempt in range(3):
             await gateway.submit(1, prompt_of(1, 20), 5, attempt=attempt)
         await gateway.cancel(1, attempt=1)
+        await worker.sessions_have(1)
         worker.runner.gate.set()
         await gateway.until(lambda: 1 in gateway.finishes)
         assert {attempt for step in gateway.steps for attempt in step.attempts} == {2}
@@ -576,11 +578,13 @@ async def test_a_held_worker_gives_up_what_takes_too_long(undrained: bool) -> No
         worker.runner.gate.clear()
         await gateway.submit(1, prompt_of(1, 20), 50)
         await worker_has(worker, 1)
-        await gateway.write(pb.ToWorker(drain=pb.Drain(drain=True, within_ms=100)))
         if undrained:
-            await gateway.write(pb.ToWorker(drain=pb.Drain(drain=False)))
+            worker.sessions.hold(True, 0.1)
+            worker.sessions.hold(False, 0.0)
             await asyncio.sleep(0.2)
             worker.runner.gate.set()
+        else:
+            await gateway.write(pb.ToWorker(drain=pb.Drain(drain=True, within_ms=100)))
         await gateway.finished(1)
         assert (1 in gateway.failures) is not undrained
         worker.runner.gate.set()
@@ -676,6 +680,7 @@ async def test_every_sample_is_told_of_a_failure() -> None:
         worker.runner.gate.clear()
         await gateway.submit(5, [1, 2], 9, samples=3)
         await gateway.submit(5, [1, 2], 9, samples=1)  # there is one already
+        await gateway.until(lambda: len(gateway.failures) == 5 + 3 + 16 + 1)
         worker.runner.gate.set()
         await gateway.until(lambda: len(gateway.failures) + len(gateway.finishes) >= 5 + 3 + 16 + 3)
         told = [name if isinstance(name, int) else name[0] for name in gateway.failures]
