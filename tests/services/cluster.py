@@ -19,6 +19,7 @@ from twostroke.v1 import inference_pb2_grpc
 from .stand_in_worker import StandIn
 
 PATIENCE_S = 20.0
+DEADLINES_S = (0.3, 2.0, 8.0, 20.0)  # tried one after the other
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -103,6 +104,35 @@ async def refusal(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     """The error that a stream ends with, once what came before it is read: its last message says so too, or not."""
     return await refusal(_drained(call))
+
+
+async def cut_short(
+    it: Cluster, start: Callable[[float], Any], tokens: int, there: Callable[[], object]
+) -> grpc.aio.AioRpcError:
+    """The error of a stream whose deadline comes once so many tokens came, and `there` holds.
+
+    `start`: begins one with this time-out in seconds. Where the machine was too slow for that, one with a longer one.
+    """
+    for seconds in DEADLINES_S:
+        call = start(seconds)
+        if await _comes_so_far(call, tokens, there):
+            return await failure(call)
+        await it.idle()
+        for worker in it.workers:
+            worker.submits.clear()
+    raise AssertionError(f"no stream came so far within {DEADLINES_S[-1]:g} s")
+
+
+async def _comes_so_far(call: Any, tokens: int, there: Callable[[], object]) -> bool:
+    try:
+        while tokens > 0:
+            tokens -= len((await call.read()).token_ids)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        return False
+    await until(lambda: call.done() or there())
+    return bool(there())
 
 
 async def _drained(call: Any) -> None:

@@ -12,7 +12,7 @@ from twostroke.services.gateway.lifecycle import together
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 
-from .cluster import Cluster, cluster, failure, field_of, refusal, text_request, token_ids, until
+from .cluster import Cluster, cluster, cut_short, field_of, refusal, text_request, token_ids, until
 from .stand_in_worker import EOS, SAMPLE_STEP, Script, StandIn
 
 Code = grpc.StatusCode
@@ -95,15 +95,19 @@ async def test_a_stop_string_ends_one_answer_at_both_workers(tiny_llama_dir: Pat
 @pytest.mark.parametrize("tokens", [0, 1, 12])
 async def test_the_client_s_end_is_the_end_of_all_answers(tiny_llama_dir: Path, how: str, tokens: int) -> None:
     async with cluster(tiny_llama_dir, stand_in("p0", mute_after=tokens), stand_in("d0", mute_after=tokens)) as it:
-        call = it.stub.Generate(text_request(n=3), timeout=1.0 if how == "deadline" else None)
-        seen = 0
-        while seen < 3 * tokens:
-            seen += len((await call.read()).token_ids)
-        await until(lambda: it.worker("d0").live)
-        if how == "cancel":
-            call.cancel()
+
+        def start(seconds: float | None = None) -> Any:
+            return it.stub.Generate(text_request(n=3), timeout=seconds)
+
+        if how == "deadline":
+            error = await cut_short(it, start, 3 * tokens, lambda: it.worker("d0").submits)
+            assert error.code() is Code.DEADLINE_EXCEEDED
         else:
-            assert (await failure(call)).code() is Code.DEADLINE_EXCEEDED
+            call, seen = start(), 0
+            while seen < 3 * tokens:
+                seen += len((await call.read()).token_ids)
+            await until(lambda: it.worker("d0").live)
+            call.cancel()
         await it.idle()
 
 

@@ -15,7 +15,7 @@ from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2 as wpb
 
 from ...raw_http2 import connected
-from ..cluster import cluster, refusal, text_request, until
+from ..cluster import cluster, cut_short, refusal, text_request, until
 from ..stand_in_worker import Script, StandIn
 
 Code = grpc.StatusCode
@@ -191,10 +191,7 @@ async def test_our_client_raises_the_status_and_yields_no_message_of_it(tiny_lla
 
 async def test_a_cancelled_stream_leaves_nothing(tiny_llama_dir: Path) -> None:
     async with cluster(tiny_llama_dir, worker(mute_after=3)) as it:
-        call = it.stub.Generate(text_request(), timeout=0.3)
-        pieces, error = await read(call)
-        assert pieces
-        assert error is not None
+        error = await cut_short(it, lambda s: it.stub.Generate(text_request(), timeout=s), 3, lambda: True)
         assert error.code() is Code.DEADLINE_EXCEEDED
         await it.idle()
         assert (await refusal(it.collect(text_request(), timeout=0.2))).code() is Code.DEADLINE_EXCEEDED

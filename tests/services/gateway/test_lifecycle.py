@@ -16,7 +16,7 @@ from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
 from twostroke.v1 import worker_pb2 as wpb
 
-from ..cluster import Cluster, cluster, failure, field_of, refusal, retry_s, text_request, token_ids, until
+from ..cluster import Cluster, cluster, cut_short, field_of, refusal, retry_s, text_request, token_ids, until
 from ..stand_in_worker import EOS, Script, StandIn
 
 Code = grpc.StatusCode
@@ -177,19 +177,28 @@ async def test_a_cancel_frees_everything_in_every_phase(tiny_llama_dir: Path, ph
     _, on_p, _, on_d, tokens = PHASES[phase]
     async with cluster(tiny_llama_dir, prefill(**on_p), decode(**on_d)) as it, open_channel(it.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        call = stub.Generate(text_request(), timeout=1.0 if how == "deadline" else None)
-        seen = 0
-        while seen < tokens:
-            piece = await call.read()
-            seen += len(piece.token_ids)
-        await until(lambda: it.worker("p0").submits and it.worker("d0").submits)
-        if how == "cancel":
-            call.cancel()
-        elif how == "disconnect":
-            await channel.close()
+        given: list[float] = []
+
+        def start(seconds: float | None = None) -> Any:
+            given.append(seconds or 0.0)
+            return stub.Generate(text_request(), timeout=seconds)
+
+        def there() -> bool:
+            return bool(it.worker("p0").submits and it.worker("d0").submits)
+
+        if how == "deadline":
+            assert (await cut_short(it, start, tokens, there)).code() is Code.DEADLINE_EXCEEDED
+            assert 0 < it.worker("d0").submits[0].timeout_ms <= 1000 * given[-1] + 100  # gRPC rounds up on the wire
         else:
-            assert (await failure(call)).code() is Code.DEADLINE_EXCEEDED
-            assert 0 < it.worker("d0").submits[0].timeout_ms <= 1100  # gRPC rounds up on the wire
+            call, seen = start(), 0
+            while seen < tokens:
+                piece = await call.read()
+                seen += len(piece.token_ids)
+            await until(there)
+            if how == "cancel":
+                call.cancel()
+            else:
+                await channel.close()
         await it.idle()
         number = it.worker("d0").submits[0].request
         await until(lambda: it.worker("p0").cancels[number] and it.worker("d0").cancels[number])

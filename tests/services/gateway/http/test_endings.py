@@ -60,9 +60,13 @@ async def test_an_error_after_the_first_event_is_told_in_band(tiny_llama_dir: Pa
 
 async def test_a_deadline(tiny_llama_dir: Path) -> None:
     async with served(tiny_llama_dir, prefill(mute_after=0), decode(mute_after=0)) as it:
-        status, error = await it.refused(PATH, LONG, x_request_timeout="0.2")
-        assert (status, error["code"]) == (504, "deadline_exceeded")
-        assert 0 < it.it.worker("d0").submits[0].timeout_ms <= 200
+        decodes = it.it.worker("d0").submits
+        for seconds in (0.2, 2, 20):  # the first that the machine is quick enough for
+            status, error = await it.refused(PATH, LONG, x_request_timeout=str(seconds))
+            assert (status, error["code"]) == (504, "deadline_exceeded")
+            if decodes:
+                break
+        assert 0 < decodes[0].timeout_ms <= 1000 * seconds
         for wrong in ("x", "0", "-1", "nan", "inf"):
             status, error = await it.refused(PATH, LONG, x_request_timeout=wrong)
             assert (status, error["param"]) == (400, "x-request-timeout")
@@ -259,7 +263,10 @@ async def test_silence_is_broken_by_comments(tiny_llama_dir: Path) -> None:
             assert await anext(lines) == ": keep-alive"
         status = await it.refused(PATH, {"messages": USER}, x_request_timeout="0.2")  # a plain answer has no comments
         assert status[0] == 504
-        response = await it.post(PATH, LONG, x_request_timeout="0.2")
+        for seconds in ("0.2", "2", "20"):  # the first that the machine is quick enough for
+            response = await it.post(PATH, LONG, x_request_timeout=seconds)
+            if response.status_code == 200:
+                break
         *comments, error, done, _ = response.text.split("\n\n")
         assert set(comments) == {": keep-alive"}
         assert "deadline_exceeded" in error
