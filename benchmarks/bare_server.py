@@ -1,6 +1,7 @@
 """What grpc.aio can do: one task feeds a queue for each stream, each stream writes what its queue has. Nothing else.
 
-`python benchmarks/bare_server.py STREAMS`: prints its address; begins when so many streams are open.
+`python benchmarks/bare_server.py STREAMS [hooked]`: prints its address; begins when so many streams are open. Plain
+grpc.aio on uvloop; `hooked`: with `services/grpc_events.py`, as a gateway has it.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
+from twostroke.services.grpc_events import take_together
 from twostroke.services.grpc_setup import bind, create_server
 from twostroke.v1 import inference_pb2 as pb
 
@@ -52,8 +54,10 @@ class Bare:
             await self._written.wait()
 
 
-async def main(streams: int) -> None:
+async def main(streams: int, *, hooked: bool) -> None:
     """Until terminated."""
+    if hooked:
+        take_together()
     server = create_server()
     bare = Bare(streams)
     handler = grpc.unary_stream_rpc_method_handler(
@@ -67,4 +71,4 @@ async def main(streams: int) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1])))
+    uvloop.run(main(int(sys.argv[1]), hooked="hooked" in sys.argv[2:]))

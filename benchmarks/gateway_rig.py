@@ -2,52 +2,36 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import grpc.aio
 import psutil
+from gateway_model import make_model
 from gateway_streams import Counts, GrpcStreams, SseStreams
 from packed_worker import PackedWorker
 from pd_stack import CLI
 
-from twostroke.engine.model_files import TEXT_ONLY
-from twostroke.engine.models import resolve
-from twostroke.engine.tokenizer import Tokenizer
 from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc as rpc
 
-TEXT = "the gateway on one core and what feeds it on the other so that neither has to wait for long " * 4
-TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 WORKERS, STREAMS, CONNECTIONS = 8, 200, 8
 IDLE_CONNECTIONS = 100
 START_S = 60.0
 
 
-def model_directory(directory: Path) -> Path:
-    """The demo model's tokenizer, and a context in which no stream ends."""
-    source = resolve("smollm2-135m", parts=TEXT_ONLY)
-    for name in TEXT_FILES:
-        shutil.copy(source / name, directory / name)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
-    return directory
-
-
 @contextlib.contextmanager
-def process(core: int, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Python with these words, on one core; ends with the block."""
+def process(cores: Collection[int], log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Python with these words, on these cores; ends with the block."""
     with log.open("ab") as file:
         started = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=file)
-        os.sched_setaffinity(started.pid, {core})  # before it has threads; gRPC here would not survive code in a fork
+        os.sched_setaffinity(started.pid, cores)  # before it has threads; gRPC here would not survive code in a fork
         try:
             yield started
         finally:
@@ -60,9 +44,36 @@ def process(core: int, log: Path, *words: str) -> Iterator[subprocess.Popen[byte
 
 
 def cpu_of(pid: int) -> Callable[[], float]:
-    """CPU seconds of a process and its threads so far."""
-    process = psutil.Process(pid)
-    return lambda: sum(process.cpu_times()[:2])
+    """CPU seconds of a process, its threads and its children so far."""
+    own = psutil.Process(pid)
+    return lambda: sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
+
+@contextlib.contextmanager
+def gateway_process(
+    cores: Collection[int], folder: Path, model: Path, workers: Sequence[str], processes: int = 1
+) -> Iterator[tuple[str, str, int]]:
+    """(gRPC address, HTTP address, process id) of a gateway."""
+    address, http = (f"127.0.0.1:{port}" for port in free_ports(2))
+    words = (*CLI, "gateway", "--listen", address, "--http-listen", http, "--model", str(model))
+    words += ("--workers", ",".join(workers), "--max-queue", "20000", "--routing", "load", "--log-level", "warning")
+    with process(cores, folder / "gateway.log", *words, "--processes", str(processes)) as gateway:
+        yield address, http, gateway.pid
+
+
+async def ready(address: str, workers: int, folder: Path) -> None:
+    """Until a gateway process knows all of its workers."""
+    until = time.monotonic() + START_S
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rpc.InferenceStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                told = await stub.GetModel(pb.GetModelRequest(), timeout=2, wait_for_ready=True)
+                if told.decode_workers == workers:
+                    return
+            if time.monotonic() > until:
+                raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
+            await asyncio.sleep(0.1)
 
 
 class Rig:
@@ -71,8 +82,8 @@ class Rig:
     def __init__(self, core: int, folder: Path) -> None:
         self._core = core
         self._folder = folder
-        self.model = model_directory(folder)
-        self.tokens = Tokenizer.from_dir(self.model).encode(TEXT)
+        self.model = folder
+        self.tokens = make_model(folder)
         self.http = ""
 
     @contextlib.asynccontextmanager
@@ -80,30 +91,13 @@ class Rig:
         """(address, CPU seconds so far, process); `self.workers` are met."""
         self.workers = [PackedWorker(f"worker-{i}", self.model.name, self.tokens) for i in range(workers)]
         addresses = [await worker.start() for worker in self.workers]
-        ports = free_ports(2)
-        address, self.http = (f"127.0.0.1:{port}" for port in ports)
-        flags = ("--listen", address, "--http-listen", self.http, "--model", str(self.model))
-        more = ("--workers", ",".join(addresses), "--max-queue", "20000", "--routing", "load", "--log-level", "warning")
-        with process(self._core, self._folder / "gateway.log", *CLI, "gateway", *flags, *more) as gateway:
+        with gateway_process({self._core}, self._folder, self.model, addresses) as (address, self.http, pid):
             try:
-                await self._ready(address, workers)
-                yield address, cpu_of(gateway.pid), psutil.Process(gateway.pid)
+                await ready(address, workers, self._folder)
+                yield address, cpu_of(pid), psutil.Process(pid)
             finally:
                 for worker in self.workers:
                     await worker.stop()
-
-    async def _ready(self, address: str, workers: int) -> None:
-        until = time.monotonic() + START_S
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = rpc.InferenceStub(channel)
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    told = await stub.GetModel(pb.GetModelRequest(), timeout=2, wait_for_ready=True)
-                    if told.decode_workers == workers:
-                        return
-                if time.monotonic() > until:
-                    raise RuntimeError((self._folder / "gateway.log").read_text()[-3000:])
-                await asyncio.sleep(0.1)
 
     async def arrived(self, streams: int, counts: Counts | None = None) -> None:
         """Until all workers together have so many sequences."""
