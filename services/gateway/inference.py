@@ -35,7 +35,7 @@ from .guard import SlowReader
 from .keep_alive import KeepAlive
 from .lifecycle import Lifecycle
 from .router import Role
-from .validation import check_messages
+from .validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, check_messages
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
@@ -73,11 +73,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             begun = True  # not before there is something to say: a refusal without it can be tried again
             return begin(message)
 
-        async def send(piece: Piece) -> None:
+        def send(piece: Piece) -> Awaitable[None]:
             if piece.finish is not None:
                 context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
             places.note(piece)
-            await stream.write(write_piece(piece))
+            return stream.write(write_piece(piece))
 
         plain = read_request(
             request, request_id, time_left(context.time_remaining()), metadata(context, TRACEPARENT_KEY)
@@ -262,8 +262,8 @@ def read_stopping(stopping: pb.Stopping) -> Stopping:
     """Absent `max_tokens` stays absent."""
     return Stopping(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
-        strings=tuple(stopping.strings),
-        token_ids=tuple(stopping.token_ids),
+        strings=tuple(islice(stopping.strings, MAX_STOP_STRINGS + 1)),
+        token_ids=tuple(islice(stopping.token_ids, MAX_STOP_TOKENS + 1)),
         ignore_eos=stopping.ignore_eos,
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,
@@ -272,9 +272,9 @@ def read_stopping(stopping: pb.Stopping) -> Stopping:
 
 def write_piece(piece: Piece) -> pb.GenerateResponse:
     """A piece of the answer."""
-    message = pb.GenerateResponse(
-        first_index=piece.first_index, token_ids=piece.token_ids, text=piece.text, sample=piece.sample
-    )
+    message = pb.GenerateResponse(first_index=piece.first_index, token_ids=piece.token_ids, text=piece.text)
+    if piece.sample:
+        message.sample = piece.sample
     if piece.logprobs:
         message.logprobs.extend([write_logprob(entries) for entries in piece.logprobs])
     if piece.prompt_logprobs is not None:
