@@ -133,8 +133,13 @@ class Terminal:
         """Until the input ends; the exit code."""
         from ..client.chat_input import read_entry
 
+        interrupted = False
         while True:
             try:
+                if interrupted:  # told of here, where a further Ctrl-C is caught, too
+                    interrupted = False
+                    self._newline()
+                    _aside("\nCtrl-D or /exit ends the chat.")
                 entry = read_entry(self._read_line)
                 if entry is None:
                     self._leave()
@@ -145,8 +150,7 @@ class Terminal:
             except (KeyboardInterrupt, asyncio.CancelledError):  # while typing, or between two things
                 if not self._person:
                     return INTERRUPTED
-                self._newline()
-                _aside("\nCtrl-D or /exit ends the chat.")
+                interrupted = True
             except (TwostrokeError, ValueError) as error:
                 self._newline()
                 click.echo(f"error: {error}", err=True)

