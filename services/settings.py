@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..engine.config import DType, EngineOptions, LoadFormat, Reserve
+from .security.tenant import NAME as TENANT_NAME
 from .security_settings import ClusterSecurity, DoorSecurity
 from .setting_kinds import Takes as Takes
 from .setting_kinds import parse_list as parse_list
@@ -144,6 +145,11 @@ class GatewaySettings(DoorSecurity, Settings):
     """HTTP connections at once; one more is closed at once."""
     admin_listen: Address = ""
     """Where orders to the cluster and reflection are served instead; without TLS if only this machine reaches it."""
+    engine_listen: Address = ""
+    """Where the engine protocol is served instead, to an LLM router that can send no key: whoever connects there is
+    `engine_tenant`. Without TLS if only this machine reaches it."""
+    engine_tenant: Annotated[str, Takes("a tenant's name")] = Field("router", pattern=f"^{TENANT_NAME}$")
+    """Tenant of what comes by `engine_listen`, with the limits that the file of keys says for it."""
     metrics_listen: Address = ""
     """Where `/metrics` is served instead of beside the HTTP API; without TLS if only this machine reaches it."""
     workers: Places = Field(default_factory=list, max_length=1024)

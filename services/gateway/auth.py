@@ -75,6 +75,11 @@ class Authenticator:
         """Whether callers must say who they are."""
         return self._keys is not None or self._tokens is not None
 
+    def named(self, name: str) -> Tenant:
+        """Who acts as this tenant without showing credentials: no admin, with the limits that are said for it."""
+        said = self._keys.get().limits(name) if self._keys is not None else UNLIMITED
+        return Tenant(name, limits=said.over(self._default))
+
     def authenticate(self, headers: Iterable[Header], peer: str = "") -> Tenant:
         """The tenant whose credentials came with the call. Unauthenticated, PermissionDenied, or Overloaded where too
         many wrong ones came from `peer` (as gRPC or HTTP has it; empty: unknown).

@@ -27,7 +27,7 @@ def door_names(settings: GatewaySettings) -> tuple[str, ...]:
     names = [INFERENCE]
     if settings.open_inference:
         names.append(OPEN_INFERENCE)
-    if settings.vllm_engine:
+    if settings.vllm_engine and not settings.engine_listen:
         names.append(VLLM_ENGINE)
     return tuple(names)
 
@@ -51,6 +51,6 @@ def add_doors(
             lifecycle, limits, serving=serving, authenticate=authenticator.authenticate
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)
-    if settings.vllm_engine:
+    if settings.vllm_engine and not settings.engine_listen:
         engine = engine_servicer(settings, lifecycle, admission, figures, serving, siblings.running, siblings.abort)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)

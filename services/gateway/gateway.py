@@ -28,6 +28,7 @@ from .board import Board
 from .cluster_service import ClusterServicer
 from .constraint_checks import ConstraintChecks
 from .doors import add_doors, door_names
+from .engine_port import EnginePort
 from .figures import Figures
 from .fleet import Fleet
 from .http.app import build_app, build_metrics_app
@@ -45,6 +46,8 @@ from .processes.siblings import Siblings
 from .security import authenticator, door_credentials, door_server, warn_of_open_doors
 from .served_model import ServedModel, longest_token
 from .tools.formats import choose_format
+from .vllm_engine.door import engine_servicer
+from .vllm_engine.servicer import VllmEngineServicer
 
 CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 TOKENIZER_THREADS = 2
@@ -130,6 +133,7 @@ class Gateway:
         self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
         told = (*door_names(settings), CLUSTER)
         self._management = Management(settings, self.authenticator, self.fleet, self.siblings, told)
+        self.engine = EnginePort(settings, self.authenticator, self._engine_servicer)
         self.http: HttpDoor | None = None
         self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens
@@ -164,6 +168,7 @@ class Gateway:
         warn_of_open_doors(settings, self.authenticator)
         await self._server.start()
         await self._management.start()
+        await self.engine.start()
         await self.siblings.start()
         await self._open_http()
         if self._share is None:
@@ -216,6 +221,12 @@ class Gateway:
         self.metrics = HttpDoor(app, listener, self._http_limits())
         logger.info("figures on %s", await self.metrics.start())
 
+    def _engine_servicer(self) -> VllmEngineServicer:
+        siblings, serving = self.siblings, self._is_serving
+        return engine_servicer(
+            self._settings, self.lifecycle, self.admission, self.figures, serving, siblings.running, siblings.abort
+        )
+
     def _max_queue_tokens(self) -> int:
         return self._settings.max_queue_tokens or QUEUE_DEPTH * self.fleet.kv_tokens()
 
@@ -240,6 +251,7 @@ class Gateway:
                 logger.info("requests can be served" if serving else "requests cannot be served: no decode worker")
             await health.set_serving(serving)
             await self._management.set_serving(serving)
+            await self.engine.set_serving(serving)
             await self.siblings.set_serving(serving)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
@@ -248,6 +260,7 @@ class Gateway:
         if self._health is not None:
             await self._health.shut_down()
             await self._management.set_serving(False)
+            await self.engine.set_serving(False)
             await self.siblings.set_serving(False)
         if self.http is not None:
             self.http.drain()
@@ -270,6 +283,7 @@ class Gateway:
         if self.http is not None:
             await self.http.stop()
         await self._management.stop()
+        await self.engine.stop()
         await self.siblings.stop()
         if self.metrics is not None:
             await self.metrics.stop()

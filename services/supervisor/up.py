@@ -25,7 +25,7 @@ from .supervisor import Supervisor
 
 JOIN_S = 30.0  # most time for the gateway to meet workers that are ready
 POLL_S = 0.1
-ADDRESSES = ("listen", "http_listen", "admin_listen", "metrics_listen")  # that a gateway listens on
+ADDRESSES = ("listen", "http_listen", "admin_listen", "engine_listen", "metrics_listen")  # that a gateway listens on
 
 
 def roles(up: UpSettings) -> list[tuple[str, str]]:

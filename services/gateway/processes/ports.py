@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from ....errors import ConfigError
 from ...settings import GatewaySettings, split_address
 
-FIELDS = ("listen", "http_listen", "admin_listen", "metrics_listen")
+FIELDS = ("listen", "http_listen", "admin_listen", "engine_listen", "metrics_listen")
 
 
 @contextmanager
