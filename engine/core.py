@@ -187,6 +187,15 @@ class EngineCore:
         """
         return bool(self._roster.running) or len(self._roster.waiting) > 0 or self._flight is not None
 
+    def due(self) -> float:
+        """When to call `step`, by the clock; 0: now. Later where KV is awaited: a sequence whose KV arrives while
+        a step is on its way can be in the next one if that is not launched yet.
+        """
+        flight = self._flight
+        if flight is None or not self._roster.awaiting or flight.plan.prompt_tokens:
+            return 0.0
+        return self._meter.due(flight.began)
+
     def step(self, hook: LayerHook | None = None, wait: StepWait | None = None) -> StepResult:
         """Decides and launches one step. `hook` is called only in steps with PREFILL rows, `wait` before each wait.
 

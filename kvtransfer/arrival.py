@@ -37,6 +37,7 @@ class Arrival:
         self.repeat_at = 0.0  # of `Ticket` or `Revoke`
         self._layers = layers
         self._digests = bytearray(layers * len(ticket.pages) * DIGEST_BYTES)
+        self._folded = b""  # not made up
         self._asked = [0] * layers  # leading ordinals whose digests were asked for, by layer
         self._outstanding: set[tuple[int, int, int, int]] = set()  # (first_layer, layers, ordinal, pages)
 
@@ -87,7 +88,11 @@ class Arrival:
         for i in range(layers):
             start = ((first_layer + i) * len(self.ticket.pages) + ordinal) * DIGEST_BYTES
             self._digests[start : start + width] = digests[i * width : (i + 1) * width]
+        self._folded = b"" if self._outstanding else self._fold()  # early, for a client waits when it is asked
         return True
+
+    def _fold(self) -> bytes:
+        return fold_layers(bytes(self._digests), len(self.ticket.pages))
 
     def waiting(self) -> bool:
         """Whether its sequence still waits for the KV."""
@@ -99,11 +104,10 @@ class Arrival:
 
     def wrong(self, digests: bytes) -> tuple[int, ...]:
         """Ordinals whose digest, folded over the layers, differs from the writer's."""
-        count = len(self.ticket.pages)
-        own = fold_layers(bytes(self._digests), count)
+        own = self._folded or self._fold()
         if own == digests:
             return ()
-        starts = range(0, count * DIGEST_BYTES, DIGEST_BYTES)
+        starts = range(0, len(own), DIGEST_BYTES)
         return tuple(i for i, at in enumerate(starts) if own[at : at + DIGEST_BYTES] != digests[at : at + DIGEST_BYTES])
 
     def _ask(self, first_layer: int, layers: int, ordinals: range) -> Verify:

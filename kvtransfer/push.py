@@ -31,6 +31,7 @@ class Push:
         self.digests = bytearray(layers * len(ticket.pages) * DIGEST_BYTES)
         self.outstanding: dict[int, Copy] = {}  # by copy
         self._first_page = ticket.first_position // page_size
+        self._folded = b""  # not made up
         self._launched = [0] * layers  # leading ordinals, by layer
         self._reported = (0, 0)  # the last progress told
 
@@ -58,9 +59,13 @@ class Push:
         del self.outstanding[copy]
         start = (done.layer * len(self.ticket.pages) + done.ordinal) * DIGEST_BYTES
         self.digests[start : start + len(digests)] = digests
+        self._folded = b"" if self.outstanding or not self.all_launched() else self._fold()
 
     def folded(self) -> bytes:
-        """What `Complete` tells: a digest a page."""
+        """What `Complete` tells: a digest a page. Made up when the last copy landed: later a client waits."""
+        return self._folded or self._fold()
+
+    def _fold(self) -> bytes:
         return fold_layers(bytes(self.digests), len(self.ticket.pages))
 
     def any_launched(self) -> bool:

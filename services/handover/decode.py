@@ -86,6 +86,7 @@ class DecodeHandover:
         that has nothing else to do: its first step is launched the sooner.
         """
         layers, page_size = pool.shape[0], pool.shape[4]
+        self._layers = layers
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
         self.traffic = Traffic(mismatches=self.reader.mismatches)
         self._core = core
@@ -225,7 +226,13 @@ class DecodeHandover:
     def _on_message(self, writer: int, message: FromWriter) -> None:
         self._run(self.reader.receive(writer, message, self._clock()))
         self._flush()
-        if isinstance(message, Progress) and not self._inbox.in_step and not self._core.has_work():
+        if isinstance(message, Progress):
+            self._rehearse_for(message)
+
+    def _rehearse_for(self, progress: Progress) -> None:
+        """Unless the last layers have come: then the rest comes any moment."""
+        partial = any(layers < self._layers for _, layers, _ in progress.entries)
+        if partial and not self._inbox.in_step and not self._core.has_work():
             self._rehearse()
 
     # What they have in common

@@ -179,6 +179,7 @@ class PrefillHandover:
         for key in result.prefilled:
             if key not in dropped and key not in result.preempted:
                 self._done(key)
+        self._flush_messages()  # a client waits
         self._inbox.drain()
         self._run(self.writer.step_ended())
         self._flush()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -144,7 +145,7 @@ class Driver:
         blocked = True  # until something happens, a step could do nothing
         while not self._stopping:
             self.turns += 1
-            if self._run_events(wait=blocked):
+            if self._run_events(wait=blocked, until=self.core.due()):
                 blocked = False
             now = self._clock()
             if now >= self._next_tick:
@@ -153,6 +154,8 @@ class Driver:
             self._flush()
             if self._stopping:
                 return
+            if self.core.due() > self._clock():  # an event or a tick came first
+                continue
             blocked = blocked or not self.core.has_work() or not self._step()
             if blocked or now >= self._next_load:
                 self.load = self.core.load()
@@ -160,13 +163,19 @@ class Driver:
             if blocked:
                 self._check_when_idle()
 
-    def _run_events(self, *, wait: bool) -> bool:
-        """Runs the events that are there now; with `wait`, blocks for the first one until the next tick is due."""
+    def _run_events(self, *, wait: bool, until: float) -> bool:
+        """Runs the events that are there now. With `wait` it blocks for the first one until the next tick is due; where
+        `until` is ahead, until then at most.
+        """
+        if until > self._clock():
+            wait = True
+        else:
+            until = math.inf
         happened = False
         for _ in range(max(1, self._events.qsize())):  # those that come meanwhile must not keep steps waiting
             try:
                 if wait and not happened:
-                    event = self._events.get(timeout=max(0.0, self._next_tick - self._clock()))
+                    event = self._events.get(timeout=max(0.0, min(self._next_tick, until) - self._clock()))
                 else:
                     event = self._events.get_nowait()
             except queue.Empty:

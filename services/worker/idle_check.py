@@ -37,7 +37,6 @@ class IdleCheck:
         now = self._clock()
         if self._touched is None or now < max(self._next, self._touched + min(QUIET_S, self._check_s)):
             return
-        self._touched = None
         try:
             self._core.check_integrity(idle=True)
             self._handover.check(idle=True)
@@ -45,5 +44,6 @@ class IdleCheck:
             if self._strict:
                 raise
             log.exception("the idle engine's books are wrong")
+        self._touched = None
         after = self._clock()
         self._next = after + max(self._check_s, SHARE * (after - now) if self._check_s else 0.0)

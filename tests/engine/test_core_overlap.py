@@ -185,3 +185,26 @@ def test_a_sequence_has_one_row_while_it_decodes_and_keeps_its_pages() -> None:
     assert len(rows[keys[0]]) == 11
     assert keys[0] not in preempted, "the older one keeps its pages"
     assert keys[1] in preempted, "the younger one lost them, and has another row"
+
+
+def test_a_launch_waits_for_the_step_before_it_only_while_kv_is_awaited() -> None:
+    engine, runner = lazy()
+    core = engine.core
+    assert core.due() == 0
+    running = engine.add(1, prompt_of(5), max_tokens=40)
+    for _ in range(4):
+        engine.step()
+    assert core.due() == 0, "nobody could join"
+    awaited = engine.add(2, prompt_of(6, 2), Work.DECODE, writer=5, max_tokens=3)
+    engine.step()
+    assert core._flight is not None
+    assert core.due() == core._meter.due(core._flight.began) != 0
+    long = engine.add(3, prompt_of(30, 3), max_tokens=2)
+    engine.step()
+    assert core.due() == 0, "how long a prompt takes is not known"
+    engine.arrive(awaited)
+    engine.drain()
+    assert core.due() == 0
+    for key in (running, awaited, long):
+        assert engine.outputs[key] == engine.expected(key)
+    assert max(runner.depths) == 2

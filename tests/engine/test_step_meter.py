@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.engine.step_meter import HORIZON, StepMeter
+from twostroke.engine.step_meter import HEAD_START_S, HORIZON, StepMeter
 
 
 def test_a_step_that_only_decodes_and_one_that_only_computes_a_prompt() -> None:
@@ -41,3 +41,13 @@ def test_the_mean_follows_a_change() -> None:
     for second in range(2000, 2000 + 5 * HORIZON):
         meter.note(second, second + 0.25, 0, 1)
     assert meter.decode_step == pytest.approx(0.25, abs=0.01)
+
+
+def test_the_next_launch_is_due_shortly_before_a_step_like_the_fastest_guess_would_end() -> None:
+    meter = StepMeter()
+    meter.note(0.0, 0.5, 0, 4)
+    meter.note(0.4, 1.2, 0, 4)  # it ran for 0.7, the mean is 0.6
+    assert meter.due(1.1) == pytest.approx(1.2 + 0.6 - HEAD_START_S)  # launched behind it: begins as it ends
+    assert meter.due(5.0) == pytest.approx(5.0 + 0.6 - HEAD_START_S)
+    meter.note(5.0, 5.1, 0, 1)
+    assert meter.due(5.05) == pytest.approx(5.1 + 0.1 - HEAD_START_S), "a fuller batch's mean would be late"

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -54,6 +55,10 @@ class ScriptedCore:
         self.held = 0
         self.states: dict[SequenceKey, State] = {}
         self.threads: set[int] = set()
+        self.due_at = 0.0
+
+    def due(self) -> float:
+        return self.due_at
 
     def on_ready(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -166,6 +171,24 @@ async def test_results_come_one_call_a_step_in_order(bench: Bench) -> None:
     assert [[o.tokens[0].token_id for o in result.outputs] for result in got] == [[n, n] for n in range(50)]
     assert len(bench.core.threads) == 1
     assert bench.core.threads != {threading.get_ident()}
+
+
+async def test_until_a_step_is_due_events_run_and_what_they_emit_is_told(bench: Bench) -> None:
+    core, driver = bench.core, bench.driver
+    core.due_at = math.inf
+    driver.post(lambda: core.steps.append(StepResult(outputs=[output(1)], progress=True)))
+    await bench.settled()
+    assert core.count == 0
+    await driver.call(lambda: driver.emit(StepResult(outputs=[output(2)])))
+    assert [o.key for o in (await bench.results.get()).outputs] == [key(2)]
+    ticks = bench.ticks
+    await driver.call(lambda: setattr(driver, "_next_tick", 0.0))
+    await driver.call(lambda: None)
+    assert bench.ticks > ticks, "ticks go on"
+    assert core.count == 0
+    await driver.call(lambda: setattr(core, "due_at", 0.0))
+    assert [o.key for o in (await bench.results.get()).outputs] == [key(1)]
+    core.due_at = math.inf  # and it can be stopped meanwhile: by the fixture
 
 
 async def test_steps_without_outputs_are_not_told(bench: Bench) -> None:

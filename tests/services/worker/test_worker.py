@@ -29,6 +29,7 @@ from twostroke.services.handover.handover import NoHandover
 from twostroke.services.settings import WorkerSettings
 from twostroke.services.stopping import Stopping, unless
 from twostroke.services.supervisor.health import Condition, HealthProbe
+from twostroke.services.supervisor.machine import free_ports
 from twostroke.services.worker import worker as worker_module
 from twostroke.services.worker.driver import Driver
 from twostroke.services.worker.worker import advertised, in_thread, serve
@@ -503,9 +504,7 @@ async def test_links_and_sessions_wait_until_the_model_is_loaded(
 @pytest.fixture
 def unused() -> Callable[[], str]:
     def address() -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free_ports(1)[0]}"  # no connection of a neighbour's takes it meanwhile
 
     return address
 
