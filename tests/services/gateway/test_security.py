@@ -23,6 +23,7 @@ from twostroke.services.security.api_keys import new_key
 from twostroke.services.security.limits import Limits
 from twostroke.services.security.tenant import Tenant
 from twostroke.services.settings import GatewaySettings
+from twostroke.services.supervisor.machine import free_ports
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc
 from twostroke.v1 import inference_pb2 as pb
 
@@ -277,19 +278,11 @@ async def test_reflection_can_be_shut_off(tiny_llama_dir: Path) -> None:
         assert not await listed(it.channel)
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 async def test_orders_and_reflection_move(tiny_llama_dir: Path, tmp_path: Path, keys: Keys) -> None:
     ours = Authority(tmp_path, "ours")
     pair = ours.issue("localhost")
     tls = {"tls_cert": pair.cert, "tls_key": pair.key}
-    admin_listen = f"127.0.0.1:{free_port()}"
+    admin_listen = f"127.0.0.1:{free_ports(1)[0]}"
     more: dict[str, Any] = {**tls, "api_keys": keys.path, "admin_listen": admin_listen}
     async with secured(tiny_llama_dir, StandIn("both", "b0"), **more) as (gateway, address):
         await until(lambda: gateway.fleet.loads())
@@ -364,7 +357,7 @@ async def http(address: str, path: str, key: str = "") -> int:
 
 
 async def test_metrics_take_an_admin_and_can_be_moved_or_shut_off(tiny_llama_dir: Path, keys: Keys) -> None:
-    place = f"127.0.0.1:{free_port()}"
+    place = f"127.0.0.1:{free_ports(1)[0]}"
     ops, acme = keys.of["ops"], keys.of["acme"]
     async with cluster(tiny_llama_dir, api_keys=keys.path) as it:
         told = [await http(it.gateway.http_address, "/metrics", key) for key in ("", acme, ops)]
