@@ -146,8 +146,7 @@ class GatewaySettings(DoorSecurity, Settings):
     admin_listen: Address = ""
     """Where orders to the cluster and reflection are served instead; without TLS if only this machine reaches it."""
     engine_listen: Address = ""
-    """Where the engine protocol is served instead, to an LLM router that can send no key: whoever connects there is
-    `engine_tenant`. Without TLS if only this machine reaches it."""
+    """Where the engine protocol is served instead, without keys, as `engine_tenant`; TLS as with `admin_listen`."""
     engine_tenant: Annotated[str, Takes("a tenant's name")] = Field("router", pattern=f"^{TENANT_NAME}$")
     """Tenant of what comes by `engine_listen`, with the limits that the file of keys says for it."""
     metrics_listen: Address = ""
