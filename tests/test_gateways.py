@@ -68,6 +68,33 @@ def test_compose_file(kind: Kind) -> None:
     assert f"./gateways/{kind.name}/{kind.file}" in mounted
 
 
+def merged(base: Any, over: Any) -> Any:
+    """As compose does it with two files: mappings by key, other values replaced."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
+    return over
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_stack_and_override_together(kind: Kind) -> None:
+    """What the proxy waits for and connects to is there; nobody reaches the gateway past it."""
+    text = (ROOT / "compose" / "compose.yaml").read_text(encoding="utf-8")
+    stack = yaml.safe_load(re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text))
+    services = merged(stack, override(kind))["services"]
+    assert {*stack["services"], "proxy"} == services.keys()
+    waits = {name: entry["condition"] for name, entry in services["proxy"]["depends_on"].items()}
+    assert waits == {"gateway": "service_healthy"}
+    assert "HEALTHCHECK" in (ROOT / "compose" / "Dockerfile").read_text(encoding="utf-8")
+    assert "healthcheck" not in services["gateway"]  # the image's own stands
+    assert [name for name, service in services.items() if service.get("ports")] == ["proxy"]
+    listens = {word.rpartition(":")[2] for word in services["gateway"]["command"] if word.startswith("0.0.0.0:")}
+    settings = (CONFIGURATIONS / kind.name / kind.file).read_text(encoding="utf-8")
+    asked = re.findall(r"\bgateway:(\d+)|address: gateway, port_value: (\d+)", settings)
+    assert {port or other for port, other in asked} == listens == {"50051", "8000"}
+    for port in services["proxy"]["ports"]:
+        assert re.search(rf"\b{port.rpartition(':')[2]}\b", re.sub(r"gateway:\d+", "", settings)), port
+
+
 def test_descriptors_are_those_of_the_api() -> None:
     spec = importlib.util.spec_from_file_location("descriptors", ROOT / "scripts" / "descriptors.py")
     assert spec is not None
