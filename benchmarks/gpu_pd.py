@@ -56,12 +56,23 @@ PEER_LOAD: Mapping[str, Mapping[Load, tuple[float, float]]] = {  # TTFT p50, ITL
 }
 
 
-def fifo(arrivals: Sequence[float], service: float) -> list[float]:
-    """Seconds from each arrival to its end of service in a queue with one server that takes `service` seconds each."""
+def fifo(arrivals: Sequence[float], services: Sequence[float]) -> list[float]:
+    """Seconds from each arrival to its end of service, where one server takes `services[i]` for the i-th."""
     free, out = 0.0, []
-    for arrival in sorted(arrivals):
+    for arrival, service in zip(sorted(arrivals), services, strict=True):
         free = max(free, arrival) + service
         out.append(free - arrival)
+    return out
+
+
+def served(ends: Sequence[float], computed: Sequence[float]) -> list[float]:
+    """Seconds that a server of one at a time had each, in the order of their `ends`. `computed`: from the launch of
+    each to its end, which may have begun while the one before it was still being served.
+    """
+    before, out = 0.0, []
+    for end, seconds in sorted(zip(ends, computed, strict=True)):
+        out.append(min(seconds, end - before))
+        before = end
     return out
 
 
@@ -159,11 +170,18 @@ class Run:
             seen = await self._measure(load.context, load.output, self.args.requests, load.rate)
             service = percentile(sorted(alone.prefill), 50)
             around = max(0.0, percentile(sorted(alone.ttft), 50) - service)  # what is not the prefill worker's
-            queue = milliseconds([wait + around for wait in fifo([r.sent for r in seen.records], service)], 50)
+            services = served([r.first for r in seen.records], seen.prefill)
+            sent = [r.sent for r in seen.records]
+            queue, idle_queue = (
+                milliseconds([wait + around for wait in fifo(sent, taken)], 50)
+                for taken in (services, [service] * len(sent))
+            )
+            loaded = milliseconds(services, 50)
             value, figures = milliseconds(seen.ttft, 50), seen.named()
             self._record(
                 "pd_load", value, rate=load.rate, context=load.context, output=load.output, requests=len(seen.ttft),
-                fifo_ttft=round(queue, 3), service_ms=round(service * 1e3, 3), **figures,
+                fifo_ttft=round(queue, 3), service_ms=round(loaded, 3), fifo_idle_ttft=round(idle_queue, 3),
+                service_idle_ms=round(service * 1e3, 3), **figures,
             )  # fmt: skip
             peer = PEER_LOAD.get(self.args.mode, {}).get(load)
             if peer is not None:
@@ -171,7 +189,7 @@ class Run:
                                   itl_p99=peer[1])  # fmt: skip
             table.add_row(
                 f"{load.rate:g}/s {load.context}/{load.output}", f"{value:.1f}", f"{figures['ttft_p99']:.1f}",
-                f"{queue:.1f}", f"{service * 1e3:.1f}", f"{figures['itl_p50']:.2f}", f"{figures['itl_p99']:.2f}",
+                f"{queue:.1f}", f"{loaded:.1f}", f"{figures['itl_p50']:.2f}", f"{figures['itl_p99']:.2f}",
                 f"{figures['gap01_p50']:.2f}", f"{figures['gap01_p99']:.2f}", " / ".join(map(str, peer or ())),
             )  # fmt: skip
         return table
