@@ -12,6 +12,7 @@ from .wire_link import PoolOffer
 log = logging.getLogger(__name__)
 
 _PROBES = 3  # a busy machine may spoil one
+_PIECE_S = 3e-6  # what a piece may cost besides its bytes: of small pages most of the time
 
 Broken: TypeAlias = Callable[[], None]
 """A transport's connection is lost although both processes live: it needs a new export. Any thread."""
@@ -28,6 +29,11 @@ class Opened:
     gb_per_s: float
 
 
+def expected(least: float, page_bytes: int) -> float:
+    """GB/s of pages of so many bytes over what gives `least` with large ones; 0 for 0."""
+    return page_bytes / (page_bytes / least + _PIECE_S * 1e9) if least else 0.0
+
+
 class PoolOpener:
     """By the ways that this worker has. Any thread; blocks."""
 
@@ -39,7 +45,9 @@ class PoolOpener:
         allow_slow: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`least`: GB/s by transport, of which less is an error unless `allow_slow`. `close`: what the ways share."""
+        """`least`: GB/s by transport, of large pages, of which less is an error unless `allow_slow`. `close`: what the
+        ways share.
+        """
         self._ways = ways
         self._least = least or {}
         self._allow_slow = allow_slow
@@ -58,7 +66,7 @@ class PoolOpener:
             if not way.descriptor:
                 return way.transport
             try:
-                return self._measured(open_pool(way, incarnation, broken), incarnation, way.pages)
+                return self._measured(open_pool(way, incarnation, broken), incarnation, way)
             except (Mismatch, OSError, ValueError) as error:
                 reasons.append(f"{way.transport}: {error}")
         here, there = ", ".join(self._ways) or "none", ", ".join(way.transport for way in offer.ways())
@@ -69,19 +77,19 @@ class PoolOpener:
         open_pool = self._ways.get(offer.transport)
         if open_pool is None or not offer.descriptor:
             raise Mismatch(f"transports: {', '.join(self._ways)} here, {offer.transport} there")
-        return self._measured(open_pool(offer, incarnation, broken), incarnation, offer.pages)
+        return self._measured(open_pool(offer, incarnation, broken), incarnation, offer)
 
-    def _measured(self, transport: Transport, incarnation: int, pages: int) -> Opened:
+    def _measured(self, transport: Transport, incarnation: int, offer: PoolOffer) -> Opened:
         try:
-            least, speed = self._least.get(transport.kind, 0.0), 0.0
+            least, speed = expected(self._least.get(transport.kind, 0.0), offer.page_bytes), 0.0
             for _ in range(_PROBES):
                 speed = max(speed, transport.probe())
                 if speed >= least:
                     break
-            log.info("pool of %016x: %d pages by %s, %.2f GB/s", incarnation, pages, transport.kind, speed)
+            log.info("pool of %016x: %d pages by %s, %.2f GB/s", incarnation, offer.pages, transport.kind, speed)
             if speed < least:
                 self._slow(
-                    f"{transport.kind} gives {speed:.3g} GB/s, less than the {least:g} GB/s that it should "
+                    f"{transport.kind} gives {speed:.3g} GB/s, less than the {least:.3g} GB/s that it should "
                     "(transport_gb_per_s; allow_slow_transport takes what there is)"
                 )
         except BaseException:

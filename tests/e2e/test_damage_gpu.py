@@ -23,7 +23,17 @@ DEVICE = os.environ.get("TWOSTROKE_TEST_DEVICE", "cuda:0")
 ON_GPU = DEVICE != "cpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"
 FLAGS = ("--device", DEVICE, "--dtype", DTYPE, "--page-size", "16", "--kv-memory", "3MiB", "--max-batch", "32")
-FLAGS += ("--token-budget", "64", "--max-attempts", "30", "--gpu-memory", "0.3", "--batch-invariant")
+FLAGS += (
+    "--token-budget",
+    "64",
+    "--max-attempts",
+    "30",
+    "--gpu-memory",
+    "0.3",
+    "--batch-invariant",
+    "--max-queue-tokens",
+    "100000",
+)
 START_S = 400.0  # kernels are compiled at the first start
 
 pytestmark = [

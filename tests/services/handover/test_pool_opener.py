@@ -12,6 +12,7 @@ from twostroke.services.handover.wire_link import PoolOffer
 
 READER = 9
 OFFER = PoolOffer(1, 8, 64, b"path", "shm", (("nixl", b""), ("cuda_ipc", b"handle")))
+LARGE = PoolOffer(1, 8, 1 << 20, b"path", "shm")
 
 
 class Way:
@@ -89,20 +90,33 @@ def test_a_mismatch_names_what_either_side_has_and_why_it_does_not_do() -> None:
         PoolOpener({"shm": opens(Way("shm", 1.0))}).open_export(PoolOffer(1, 8, 64, b"x", "nixl"), READER, nothing)
 
 
+@pytest.mark.parametrize(("page_bytes", "wanted"), [(8192, 2.14), (1 << 18, 8.97), (1 << 24, 9.98)])
+def test_of_small_pages_less_is_expected(page_bytes: int, wanted: float) -> None:
+    offer = PoolOffer(1, 8, page_bytes, b"path", "shm")
+    least = {"shm": 10.0}
+    assert isinstance(
+        PoolOpener({"shm": opens(Way("shm", wanted + 0.02))}, least=least).open(offer, 5, nothing), Opened
+    )
+    slow = Way("shm", *[wanted - 0.02] * 3)
+    with pytest.raises(Unavailable, match=f"less than the {wanted:.3g} GB/s"):
+        PoolOpener({"shm": opens(slow)}, least=least).open(offer, 5, nothing)
+    assert slow.closed
+
+
 def test_a_slow_pair_is_an_error_unless_that_is_allowed() -> None:
     slow = Way("shm", 0.1, 0.15, 0.12)
     with pytest.raises(Unavailable, match=r"shm gives 0\.15 GB/s, less than the 0\.2 GB/s.*allow_slow_transport"):
-        PoolOpener({"shm": opens(slow)}, least={"shm": 0.2}).open(OFFER, READER, nothing)
+        PoolOpener({"shm": opens(slow)}, least={"shm": 0.2}).open(LARGE, READER, nothing)
     assert slow.closed
     again = Way("shm", 0.1, 0.15, 0.12)
     opener = PoolOpener({"shm": opens(again)}, least={"shm": 0.2}, allow_slow=True)
-    assert opener.open(OFFER, READER, nothing) == Opened(again, 0.15)
+    assert opener.open(LARGE, READER, nothing) == Opened(again, 0.15)
     assert not again.closed
 
 
 def test_one_good_probe_is_enough() -> None:
     way = Way("shm", 0.1, 5.0)
-    opened = PoolOpener({"shm": opens(way)}, least={"shm": 0.2}).open(OFFER, READER, nothing)
+    opened = PoolOpener({"shm": opens(way)}, least={"shm": 0.2}).open(LARGE, READER, nothing)
     assert isinstance(opened, Opened)
     assert opened.gb_per_s == 5.0
 
