@@ -95,11 +95,11 @@ def test_of_small_pages_less_is_expected(page_bytes: int, wanted: float) -> None
     offer = PoolOffer(1, 8, page_bytes, b"path", "shm")
     least = {"shm": 10.0}
     assert isinstance(
-        PoolOpener({"shm": opens(Way("shm", wanted + 0.02))}, least=least).open(offer, 5, nothing), Opened
+        PoolOpener({"shm": opens(Way("shm", wanted + 0.02))}, least=least).open(offer, READER, nothing), Opened
     )
     slow = Way("shm", *[wanted - 0.02] * 3)
     with pytest.raises(Unavailable, match=f"less than the {wanted:.3g} GB/s"):
-        PoolOpener({"shm": opens(slow)}, least=least).open(offer, 5, nothing)
+        PoolOpener({"shm": opens(slow)}, least=least).open(offer, READER, nothing)
     assert slow.closed
 
 
