@@ -22,20 +22,22 @@ OpenChannel: TypeAlias = Callable[[str], grpc.aio.Channel]
 """Opens a channel to host:port."""
 
 
-def common_options(max_message_bytes: int) -> list[Option]:
-    """Options of both ends: message limits; no window growth, so that a peer that stops reading stops us soon."""
+def common_options(received: int, sent: int) -> list[Option]:
+    """Options of both ends: bytes of a message; no window growth, so that a peer that stops reading stops us soon."""
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", received),
+        ("grpc.max_send_message_length", sent),
         ("grpc.http2.bdp_probe", 0),  # else 4 MB a stream pile up for a client that reads nothing
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shared: bool = False) -> list[Option]:
+def server_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, max_answer_bytes: int = MAX_MESSAGE_BYTES, *, shared: bool = False
+) -> list[Option]:
     """Tolerates clients that ping each second; binds a port for itself alone, or `shared` with others that do."""
     return [
-        *common_options(max_message_bytes),
+        *common_options(max_message_bytes, max_answer_bytes),
         ("grpc.so_reuseport", int(shared)),  # unasked, a second process on the same port would take calls silently
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
@@ -49,7 +51,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, shared: bool =
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[Option]:
     """Notices a dead peer by keepalive; one connection a channel; no environment proxy between our own processes."""
     return [
-        *common_options(max_message_bytes),
+        *common_options(max_message_bytes, max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
@@ -66,12 +68,14 @@ def create_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_answer_bytes: int = MAX_MESSAGE_BYTES,
     limits: Sequence[Option] = (),
     shared: bool = False,
 ) -> grpc.aio.Server:
-    """A server without ports or services. Call it on the loop that will serve. `limits`: of its connections. `shared`:
-    other processes may serve on its ports too."""
-    options = [*server_options(max_message_bytes, shared=shared), *limits]
+    """A server without ports or services. Call it on the loop that will serve. `max_message_bytes`: of what it
+    receives; `max_answer_bytes`: of what it sends. `limits`: of its connections. `shared`: other processes may serve on
+    its ports too."""
+    options = [*server_options(max_message_bytes, max_answer_bytes, shared=shared), *limits]
     return grpc.aio.server(interceptors=list(interceptors), options=options)
 
 

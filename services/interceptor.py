@@ -5,13 +5,13 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from ..errors import (
@@ -30,6 +30,7 @@ from ..errors import (
     WorkerNotFound,
     WrongState,
 )
+from .incoming import Arrival, Context, Read, check, each, only, tolerant
 
 DOMAIN = "twostroke"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -52,15 +53,10 @@ CODES: tuple[tuple[type[TwostrokeError], grpc.StatusCode], ...] = (
     (HandoverExpired, grpc.StatusCode.FAILED_PRECONDITION),
 )
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic in the stubs only
 
 logger = logging.getLogger(__name__)
-
-
-class _Malformed:
-    """Stands for a request that is no valid message, until the handler's turn to refuse it."""
 
 
 def code_of(error: TwostrokeError) -> grpc.StatusCode:
@@ -135,39 +131,35 @@ async def _guarded(work: Awaitable[Any], context: Context, method: str) -> Any:
         await abort(context, unexpected(error, method))
 
 
-async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        _check(request)
-        yield request
+def _wrap(behaviour: Behaviour, method: str, arrival: Arrival, *, streams_in: bool, streams_out: bool) -> Behaviour:
+    """The same handler with its errors mapped; the request is checked first. With `request_s` it reads its only request
+    by itself.
 
-
-def _check(request: Any) -> None:
-    if isinstance(request, _Malformed):
-        raise InvalidRequest("the request is not a valid message (a text field may hold malformed UTF-8)")
-
-
-def _wrap(behaviour: Behaviour, method: str, *, streams_in: bool, streams_out: bool) -> Behaviour:
-    """The same handler with its errors mapped; the request is checked first.
-
-    A streaming handler may be an async generator, or a coroutine function that calls `context.write`.
+    A streaming handler may be an async generator, or a coroutine function that calls `context.write`, and knows itself
+    how long it waits for requests.
     """
+    generates = streams_out and inspect.isasyncgenfunction(behaviour)
+
+    async def given(request: Any, context: Context) -> Any:
+        if streams_in:
+            return each(request, arrival.idle_s if generates else 0)
+        if arrival.request_s:
+            request = await only(context, arrival.request_s)
+        check(request)
+        return request
 
     async def call(request: Any, context: Context) -> Any:
-        if not streams_in:
-            _check(request)
-        return await behaviour(_checked(request) if streams_in else request, context)
+        return await behaviour(await given(request, context), context)
 
     async def pump(request: Any, context: Context) -> None:
-        if not streams_in:
-            _check(request)
-        answers = behaviour(_checked(request) if streams_in else request, context)
+        answers = behaviour(await given(request, context), context)
         try:
             async for answer in answers:
                 await context.write(answer)
         finally:
             await answers.aclose()
 
-    inner = pump if streams_out and inspect.isasyncgenfunction(behaviour) else call
+    inner = pump if generates else call
 
     async def guarded(request: Any, context: Context) -> Any:
         return await _guarded(inner(request, context), context, method)
@@ -178,6 +170,11 @@ def _wrap(behaviour: Behaviour, method: str, *, streams_in: bool, streams_out: b
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Give it to `create_server`; one for all RPC kinds."""
 
+    def __init__(self, arrival: Arrival | None = None) -> None:
+        """`arrival`: what clients' requests may be like; None: peers are trusted."""
+        self._arrival = arrival or Arrival()
+        self._readers: dict[str, Read | None] = {}  # of methods that there are
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -187,26 +184,40 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
+        method = handler_call_details.method
         wrap = partial(
             _wrap,
-            method=handler_call_details.method,
+            method=method,
+            arrival=self._arrival,
             streams_in=bool(handler.request_streaming),
             streams_out=bool(handler.response_streaming),
         )
-        return rewrapped(handler, wrap, _tolerant(handler.request_deserializer))
+        return rewrapped(handler, wrap, self._reader(method, handler), reads=self._arrival.request_s > 0)
+
+    def _reader(self, method: str, handler: "grpc.RpcMethodHandler[Any, Any]") -> Read | None:
+        """None for handlers that refuse a call before they read, whose methods need not exist."""
+        if handler.request_deserializer is None:
+            return None
+        if method not in self._readers:
+            self._readers[method] = tolerant(handler.request_deserializer, self._arrival.fields)
+        return self._readers[method]
 
 
 def rewrapped(
     handler: "grpc.RpcMethodHandler[Any, Any]",
     wrap: Callable[[Behaviour], Behaviour],
-    read: Callable[[bytes], Any] | None,
+    read: Read | None,
+    *,
+    reads: bool = False,
 ) -> Handler:
-    """A handler of the same kind around `wrap` of the method; `read`: its request's deserializer."""
+    """A handler of the same kind around `wrap` of the method; `read`: its request's deserializer. `reads`: it takes its
+    request from the context; on the wire that is the same."""
     kind = "_".join("stream" if s else "unary" for s in (handler.request_streaming, handler.response_streaming))
+    behaviour = wrap(getattr(handler, kind))
+    if reads:
+        kind = f"stream_{kind.partition('_')[2]}"
     build: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-    return build(
-        wrap(getattr(handler, kind)), request_deserializer=read, response_serializer=handler.response_serializer
-    )
+    return build(behaviour, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
 def preceded(handler: "grpc.RpcMethodHandler[Any, Any]", check: Callable[[Context], None]) -> Handler:
@@ -225,18 +236,3 @@ def preceded(handler: "grpc.RpcMethodHandler[Any, Any]", check: Callable[[Contex
         return pump if handler.response_streaming and inspect.isasyncgenfunction(behaviour) else call
 
     return rewrapped(handler, wrap, handler.request_deserializer)
-
-
-def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Lets the handler's wrapper refuse a request that cannot be read; else the call ends as UNKNOWN before it runs."""
-    if deserialize is None:
-        return None
-    read = deserialize
-
-    def tolerant(data: bytes) -> Any:
-        try:
-            return read(data)
-        except DecodeError:
-            return _Malformed()
-
-    return tolerant

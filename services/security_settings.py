@@ -79,6 +79,10 @@ class DoorSecurity(BaseSettings):
     """Most metadata (headers) of a call, in bytes."""
     max_streams: int = Field(16_384, ge=1, le=1 << 20)
     """Calls at once of one connection; a client keeps further ones back."""
+    request_s: float = Field(60, ge=0.1, le=3600, allow_inf_nan=False)
+    """A request that has not arrived so long after its beginning is given up, in seconds."""
+    stream_idle_s: float = Field(600, ge=0.1, le=86_400, allow_inf_nan=False)
+    """A call that takes many requests ends where none is under way and none comes for so long, in seconds."""
     connection_idle_s: float = Field(3600, ge=0, le=86_400, allow_inf_nan=False)
     """A connection without calls is closed after so long, in seconds; 0: never."""
     connection_age_s: float = Field(0, ge=0, le=864_000, allow_inf_nan=False)

@@ -161,8 +161,10 @@ class GatewaySettings(DoorSecurity, Settings):
     """Most prompt tokens of a request; 0: the model's context."""
     max_output: int = Field(0, ge=0, le=_TOKENS)
     """Most output tokens of a request; 0: the model's context."""
-    max_message_bytes: Size = Field(16 << 20, ge=1 << 16, le=1 << 30)
-    """Largest request message, in bytes."""
+    max_message_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 26)
+    """Largest request, a message or an HTTP body, in bytes; reading one may hold other streams up for 10 ms a MiB."""
+    max_answer_bytes: Size = Field(16 << 20, ge=1 << 16, le=1 << 30)
+    """Largest message of an answer over gRPC, in bytes; clients of their own accord take 4 MiB."""
     stream_buffer_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 30)
     """Memory for what a client that reads slowly has not taken of its answer, in bytes; more ends its stream."""
     tool_parser: Literal["auto", "none", "hermes", "llama", "mistral", "phi4", "pythonic"] = "auto"

@@ -24,6 +24,7 @@ from h2.events import (
 class Call:
     """What came of one request."""
 
+    number: int = 0  # of its stream
     headers: dict[str, str] = field(default_factory=dict)
     trailers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
@@ -56,15 +57,24 @@ class Connection:
 
     def call(self, path: str, message: Message, **headers: str) -> Call:
         """Sends a whole gRPC request; `headers` with _ for -."""
+        data = message.SerializeToString()
+        return self.begin(path, struct.pack(">BI", 0, len(data)) + data, ends=True, **headers)
+
+    def begin(self, path: str, data: bytes, *, ends: bool = False, **headers: str) -> Call:
+        """Sends these bytes of the body; `ends`: they are all."""
         number = self._protocol.get_next_available_stream_id()
         told = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test"), ("te", "trailers")]
         told += [("content-type", "application/grpc"), *((k.replace("_", "-"), v) for k, v in headers.items())]
         self._protocol.send_headers(number, told)
-        data = message.SerializeToString()
-        self._protocol.send_data(number, struct.pack(">BI", 0, len(data)) + data, end_stream=True)
+        self._protocol.send_data(number, data, end_stream=ends)
         self._flush()
-        self._calls[number] = Call()
+        self._calls[number] = Call(number)
         return self._calls[number]
+
+    def more(self, call: Call, data: bytes, *, ends: bool = False) -> None:
+        """Sends further bytes of its body."""
+        self._protocol.send_data(call.number, data, end_stream=ends)
+        self._flush()
 
     def ping(self) -> None:
         """Its answer is counted in `pongs`."""

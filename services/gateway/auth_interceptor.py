@@ -8,7 +8,8 @@ import grpc.aio
 
 from ...errors import TwostrokeError
 from ..grpc_setup import HEALTH_SERVICE
-from ..interceptor import Context, Handler, preceded
+from ..incoming import Context
+from ..interceptor import Handler, preceded
 from ..security.tenant import serve_as
 from .auth import Authenticator, Caller
 

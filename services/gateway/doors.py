@@ -46,7 +46,9 @@ def add_doors(
     native = InferenceServicer(lifecycle, settings.keep_alive_s)
     inference_pb2_grpc.add_InferenceServicer_to_server(native, server)
     if settings.open_inference:
-        limits = Limits(settings.max_message_bytes, settings.slow_reader_s, settings.keep_alive_s)
+        limits = Limits(
+            settings.max_answer_bytes, settings.slow_reader_s, settings.keep_alive_s, settings.stream_idle_s
+        )
         open_inference = OpenInferenceServicer(
             lifecycle, limits, serving=serving, authenticate=authenticator.authenticate
         )

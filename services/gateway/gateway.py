@@ -237,6 +237,7 @@ class Gateway:
         settings = self._settings
         return ConnectionLimits(
             header_bytes=settings.max_metadata_bytes,
+            receive_s=settings.request_s,
             write_s=settings.slow_reader_s + LINGER_S,  # the request itself ends before that, and says why
             connections=settings.http_connections,
         )

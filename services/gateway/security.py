@@ -5,7 +5,9 @@ import logging
 import grpc.aio
 
 from ...errors import ConfigError
+from ..field_count import FieldCount
 from ..grpc_setup import connection_limits, create_server
+from ..incoming import Arrival
 from ..interceptor import ErrorInterceptor
 from ..security.cluster import is_local
 from ..security.limits import Limits
@@ -70,7 +72,8 @@ def door_server(
     settings: GatewaySettings, auth: Authenticator, admin_services: tuple[str, ...], *, tls: bool
 ) -> grpc.aio.Server:
     """With the interceptors and limits that every port for clients has. `tls`: it will listen with certificates."""
-    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    arrival = Arrival(FieldCount(), settings.request_s, settings.stream_idle_s)
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(arrival)]
     if tls and settings.tls_client_names:
         interceptors.append(PeerNames(settings.tls_client_names))
     if auth.enabled:
@@ -82,7 +85,13 @@ def door_server(
         age_s=settings.connection_age_s,
     )
     shared = settings.processes > 1
-    return create_server(interceptors, max_message_bytes=settings.max_message_bytes, limits=limits, shared=shared)
+    return create_server(
+        interceptors,
+        max_message_bytes=settings.max_message_bytes,
+        max_answer_bytes=settings.max_answer_bytes,
+        limits=limits,
+        shared=shared,
+    )
 
 
 def warn_of_open_doors(settings: GatewaySettings, auth: Authenticator) -> None:

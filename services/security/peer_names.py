@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import grpc.aio
 
 from ...errors import PermissionDenied
-from ..interceptor import Context, Handler, preceded
+from ..incoming import Context
+from ..interceptor import Handler, preceded
 
 _NAMES = ("x509_subject_alternative_name", "x509_common_name")
 

@@ -22,7 +22,9 @@ from twostroke.errors import (
     TwostrokeError,
     Unavailable,
 )
+from twostroke.services.field_count import FieldCount
 from twostroke.services.grpc_setup import bind, create_server, open_channel
+from twostroke.services.incoming import Arrival
 from twostroke.services.interceptor import ErrorInterceptor, status_of
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import worker_pb2
@@ -31,6 +33,7 @@ from .cluster import detail, field_of, refusal, retry_s
 
 Code = grpc.StatusCode
 REQUEST = pb.GenerateRequest(model="m")
+LIMITED = Arrival(FieldCount(), request_s=20, idle_s=20)
 
 
 class Handlers(grpc.GenericRpcHandler):
@@ -98,8 +101,8 @@ class Client:
 
 
 @asynccontextmanager
-async def served(act: Callable[[Any, Any], Any]) -> AsyncIterator[Client]:
-    server = create_server((ErrorInterceptor(),))
+async def served(act: Callable[[Any, Any], Any], arrival: Arrival | None = LIMITED) -> AsyncIterator[Client]:
+    server = create_server((ErrorInterceptor(arrival),))
     server.add_generic_rpc_handlers((Handlers(act),))
     address = bind(server, "127.0.0.1:0")
     await server.start()
@@ -118,9 +121,10 @@ def raising(error: BaseException) -> Callable[[Any, Any], Any]:
 KINDS = ["unary", "generator", "writer", "reading", "both"]
 
 
+@pytest.mark.parametrize("arrival", [None, LIMITED], ids=["trusted", "limited"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_kind_of_rpc(kind: str) -> None:
-    async with served(raising(Overloaded("full", retry_after_s=1.5))) as client:
+async def test_every_kind_of_rpc(kind: str, arrival: Arrival | None) -> None:
+    async with served(raising(Overloaded("full", retry_after_s=1.5)), arrival) as client:
         error = await refusal(client.call(kind))
     assert (error.code(), error.details()) == (Code.RESOURCE_EXHAUSTED, "full")
     assert retry_s(error) == 1.5
@@ -128,12 +132,13 @@ async def test_every_kind_of_rpc(kind: str) -> None:
     assert (info.reason, info.domain) == ("OVERLOADED", "twostroke")
 
 
+@pytest.mark.parametrize("arrival", [None, LIMITED], ids=["trusted", "limited"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_succeeds_passes(kind: str) -> None:
+async def test_what_succeeds_passes(kind: str, arrival: Arrival | None) -> None:
     async def act(request: Any, context: Any) -> pb.GenerateResponse:
         return pb.GenerateResponse(first_index=7)
 
-    async with served(act) as client:
+    async with served(act, arrival) as client:
         assert await client.call(kind) == [7]
 
 

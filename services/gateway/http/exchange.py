@@ -26,8 +26,8 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),  # nginx would keep events back
 ]
 _JSON = "application/json"
-LIGHT_BYTES = 1 << 18  # parsed within some 30 ms, whatever is in them
-MAX_WORK = 1 << 20  # as many token ids; about a quarter of a second
+LIGHT_BYTES = 1 << 18  # parsed within some 10 ms, whatever is in them
+MAX_WORK = 1 << 19  # as many token ids; some 20 ms
 _WORK = {b",": 1, b"\\": 1, b'"': 2, b"[": 12, b"{": 4, b":": 4}
 """What parsing costs, by the marks that it goes by; a token id among others is 1."""
 

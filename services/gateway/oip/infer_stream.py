@@ -1,12 +1,13 @@
 """One call of ModelStreamInfer: many requests side by side, their answers one after the other on one stream."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ....errors import Overloaded, TwostrokeError
+from ....errors import DeadlineExceeded, Overloaded, TwostrokeError
 from ....oip import grpc_service_pb2 as pb
 from ...interceptor import code_of, unexpected
 from ..guard import SlowReader
@@ -36,14 +37,23 @@ class InferStream:
     request: a cancel, the deadline, a client that does not read (SlowReader)."""
 
     def __init__(
-        self, run: Run, send: Callable[[Message], Awaitable[None]], *, slow_reader_s: float, keep_alive_s: float
+        self,
+        run: Run,
+        send: Callable[[Message], Awaitable[None]],
+        *,
+        slow_reader_s: float,
+        keep_alive_s: float,
+        idle_s: float = math.inf,
     ) -> None:
         """`send`: writes to the call. `slow_reader_s`: the longest that the telling of an error may take.
-        `keep_alive_s`: of silence, until a sign of life is given for an answer under way; 0: none is."""
+        `keep_alive_s`: of silence, until a sign of life is given for an answer under way; 0: none is. `idle_s`: the
+        longest that the next request may let itself be waited for while none is in flight."""
         self._run = run
         self._send = send
         self._slow_reader_s = slow_reader_s
         self._keep_alive_s = keep_alive_s
+        self._idle_s = idle_s
+        self._reading: asyncio.Timeout | None = None  # while requests may come
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()  # no longer than requests are in flight, and one
         self._in_flight = 0
         self._replies: dict[Reply, None] = {}  # that are given piece by piece, oldest first
@@ -66,14 +76,31 @@ class InferStream:
             raise first(errors) from None
 
     async def _read(self, requests: AsyncIterator[pb.ModelInferRequest], running: asyncio.TaskGroup) -> None:
-        """Begins each request as it comes, until the client closes its side."""
-        async for request in requests:
-            if self._in_flight >= MAX_IN_FLIGHT:
-                full = f"{MAX_IN_FLIGHT} requests of this stream are being served already"
-                await self._tell(request.id, Overloaded(full, retry_after_s=1.0))
-                continue
-            self._in_flight += 1
-            running.create_task(self._answer(request))
+        """Begins each request as it comes, until the client closes its side. DeadlineExceeded where none comes."""
+        scope = self._reading = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._expect(self._idle_s)
+                async for request in requests:
+                    self._expect(math.inf)
+                    if self._in_flight >= MAX_IN_FLIGHT:
+                        full = f"{MAX_IN_FLIGHT} requests of this stream are being served already"
+                        await self._tell(request.id, Overloaded(full, retry_after_s=1.0))
+                        continue
+                    self._in_flight += 1
+                    running.create_task(self._answer(request))
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded(f"no request came for {self._idle_s:g} s") from None
+        finally:
+            self._reading = None
+
+    def _expect(self, seconds: float) -> None:
+        """The next request may take so long from now on."""
+        if self._reading is not None and not self._reading.expired():
+            until = asyncio.get_running_loop().time() + seconds
+            self._reading.reschedule(until if math.isfinite(until) else None)
 
     async def _last_words(self, error: BaseException) -> None:
         """Of a call that fails as a whole, for each request that it takes along: not everybody sees a call's status."""
@@ -105,6 +132,8 @@ class InferStream:
             await self._tell(name, unexpected(error, METHOD))
         finally:
             self._in_flight -= 1
+            if not self._in_flight:
+                self._expect(self._idle_s)
             for reply in streamed:
                 self._replies.pop(reply, None)
 

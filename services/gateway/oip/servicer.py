@@ -32,9 +32,10 @@ Tensors: TypeAlias = list[pb.ModelMetadataResponse.TensorMetadata]
 class Limits:
     """Bytes and seconds; each as the setting of its name."""
 
-    max_message_bytes: int
+    max_answer_bytes: int
     slow_reader_s: float
     keep_alive_s: float
+    stream_idle_s: float
 
 
 class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -131,7 +132,13 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             await context.write(message)
 
         limits = self._limits
-        stream = InferStream(run, put, slow_reader_s=limits.slow_reader_s, keep_alive_s=limits.keep_alive_s)
+        stream = InferStream(
+            run,
+            put,
+            slow_reader_s=limits.slow_reader_s,
+            keep_alive_s=limits.keep_alive_s,
+            idle_s=limits.stream_idle_s,
+        )
         await stream.serve(requests)
 
     async def _generate(
@@ -156,7 +163,7 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 self._model.name,
                 self._names,
                 prompt_tokens=prompt_tokens,
-                most_bytes=self._limits.max_message_bytes - HEAD_BYTES,
+                most_bytes=self._limits.max_answer_bytes - HEAD_BYTES,
             )
 
             async def take(piece: Piece) -> None:

@@ -33,7 +33,7 @@ def engine_servicer(
         running,
         slow_reader_s=settings.slow_reader_s,
         keep_alive_s=settings.keep_alive_s,
-        max_message_bytes=settings.max_message_bytes,
+        max_answer_bytes=settings.max_answer_bytes,
     )
     return VllmEngineServicer(
         generate,

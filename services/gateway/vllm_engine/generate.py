@@ -38,15 +38,15 @@ class Generate:
         *,
         slow_reader_s: float,
         keep_alive_s: float,
-        max_message_bytes: int,
+        max_answer_bytes: int,
     ) -> None:
         """`slow_reader_s`: a client that does not read for so long loses its call. `keep_alive_s`: a stream that is
-        silent for so long gets a chunk without tokens; 0: none. `max_message_bytes`: of an answer as a whole."""
+        silent for so long gets a chunk without tokens; 0: none. `max_answer_bytes`: of an answer as a whole."""
         self._lifecycle = lifecycle
         self._running = running
         self._slow_reader_s = slow_reader_s
         self._keep_alive_s = keep_alive_s
-        self._max_message_bytes = max_message_bytes
+        self._max_answer_bytes = max_answer_bytes
 
     async def run(self, request: pb.GenerateRequest, context: Context) -> None:
         """In the call's task, which gRPC cancels when the client cancels or is gone."""
@@ -75,7 +75,7 @@ class Generate:
                     await out.end(rest, self._slow_reader_s)
 
     def _reply(self, wanted: Wanted, *, stream: bool) -> Reply:
-        return StreamReply(wanted) if stream else WholeReply(wanted, self._max_message_bytes)
+        return StreamReply(wanted) if stream else WholeReply(wanted, self._max_answer_bytes)
 
     async def _answer(self, plain: GenerationRequest, wanted: Wanted, reply: Reply, out: Out) -> None:
         if isinstance(plain.input, TextInput):  # each message tells how long the prompt is

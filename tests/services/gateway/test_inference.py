@@ -234,8 +234,13 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "max_tokens 0": (text_request(max_tokens=0), Code.INVALID_ARGUMENT, "stopping.max_tokens"),
     "does not fit": (text_request("x" * 100, max_tokens=2000), Code.INVALID_ARGUMENT, "stopping.max_tokens"),
     "too many tokens": (text_request("x" * 2048), Code.INVALID_ARGUMENT, "input"),
-    "10 MB": (text_request("x" * 10_000_000), Code.INVALID_ARGUMENT, "input.text"),
-    "over the message limit": (text_request("x" * 17_000_000), Code.RESOURCE_EXHAUSTED, ""),
+    "4 MB": (text_request("x" * 4_000_000), Code.INVALID_ARGUMENT, "input.text"),
+    "over the message limit": (text_request("x" * 4_300_000), Code.RESOURCE_EXHAUSTED, ""),
+    "a million turns": (
+        pb.GenerateRequest(input=pb.Input(chat=pb.Chat(messages=[pb.ChatMessage()] * 1_000_000))),
+        Code.INVALID_ARGUMENT,
+        "",
+    ),
     "1,000 stop strings": (
         pb.GenerateRequest(input=pb.Input(text="x"), stopping=pb.Stopping(strings=["x"] * 1000)),
         Code.INVALID_ARGUMENT,

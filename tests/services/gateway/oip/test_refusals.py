@@ -152,7 +152,7 @@ async def test_a_full_gateway_says_when_to_come_back(tiny_llama_dir: Path) -> No
 
 
 async def test_an_answer_that_exceeds_a_message_is_refused_not_cut(tiny_llama_dir: Path) -> None:
-    async with cluster(tiny_llama_dir, *pair(tokens=[10] * 400), max_message_bytes=1 << 16) as it:
+    async with cluster(tiny_llama_dir, *pair(tokens=[10] * 400), max_answer_bytes=1 << 16) as it:
         asked = infer(sampling={"max_tokens": 400, "logprobs": 20}, return_logprobs=True)
         error = await refusal(stub(it).ModelInfer(asked))
         assert error.code() is Code.INVALID_ARGUMENT

@@ -291,7 +291,7 @@ async def test_a_client_that_does_not_read_loses_its_stream(tiny_llama_dir: Path
 
 async def test_an_answer_that_is_too_large_for_a_message(tiny_llama_dir: Path) -> None:
     many = {"tokens": [10 + i % 200 for i in range(2000)], "per_step": 100}
-    async with engine(tiny_llama_dir, prefill(**many), decode(**many), max_message_bytes=1 << 16) as it:
+    async with engine(tiny_llama_dir, prefill(**many), decode(**many), max_answer_bytes=1 << 16) as it:
         error = await refusal(it.all(request(stream=False, logprobs=20, max_tokens=1900)))
         assert (error.code(), field_of(error)) == (Code.INVALID_ARGUMENT, "stream")
         assert len(tokens(await it.all(request(logprobs=20, max_tokens=1900)))) == 1900
