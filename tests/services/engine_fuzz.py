@@ -24,7 +24,9 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_FLOAT: FLOATS,
     FieldDescriptor.TYPE_INT32: st.one_of(SMALL, SMALL, st.integers(-(1 << 31), (1 << 31) - 1)),
+    FieldDescriptor.TYPE_SINT32: st.one_of(SMALL, SMALL, st.integers(-(1 << 31), (1 << 31) - 1)),
     FieldDescriptor.TYPE_UINT32: st.one_of(SMALL, SMALL, st.integers(0, (1 << 32) - 1)),
+    FieldDescriptor.TYPE_UINT64: st.one_of(SMALL, st.integers(0, (1 << 64) - 1)),
 }
 WORTH = {"temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
          "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos", "n", "logprobs",
@@ -39,7 +41,8 @@ def draw_message(draw: st.DrawFn, message: Message, only: set[str] | None = None
             continue
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            value.update(draw(st.dictionaries(SCALARS[FieldDescriptor.TYPE_INT32], FLOATS, max_size=3)))
+            key = field.message_type.fields_by_name["key"].type
+            value.update(draw(st.dictionaries(SCALARS[key], FLOATS, max_size=3)))
         elif field.message_type is not None and field.is_repeated:
             for _ in range(draw(st.integers(0, 2))):
                 draw_message(draw, value.add())

@@ -12,7 +12,7 @@ from ..generation import ChatInput, Turn
 from ..served_model import INLINE_CHARACTERS, ServedModel, characters
 from ..tools.wish import ToolWish
 from .errors import HttpRefusal
-from .fields import Fields
+from .fields import Fields, Many
 
 REASONING = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITY = ("low", "medium", "high")
@@ -27,7 +27,7 @@ class TemplateFields(Fields):
     add_special_tokens: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] = Field(default_factory=list)
+    documents: Many[list[dict[str, Any]]] = Field(default_factory=list)
     reasoning_effort: str | None = None
     verbosity: str | None = None
 

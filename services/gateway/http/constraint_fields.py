@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from ....engine.request import Constraint, ConstraintKind
 from .errors import HttpRefusal
-from .fields import Fields
+from .fields import Fields, Many
 
 Named = tuple[Constraint, str]  # and what the client calls it
 
@@ -20,7 +21,7 @@ class ConstraintFields(Fields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | bool | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[list[str]] | None = None
     guided_grammar: str | None = None
 
     def constraint(self) -> Constraint | None:
@@ -110,7 +111,7 @@ class _StructuredOutputs(Fields):
     }
     json_: str | bool | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[list[str]] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -134,5 +135,5 @@ def _of_kinds(
 
 def _of_schema(schema: str | bool | dict[str, Any]) -> Constraint:
     """A text is JSON already."""
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    text = schema if isinstance(schema, str) else to_json(schema).decode()
     return Constraint(ConstraintKind.JSON_SCHEMA, text)

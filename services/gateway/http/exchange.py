@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from ..validation import MAX_REQUEST_ID
 from .connection import CUT
 from .errors import ClientGone, HttpRefusal
+from .json_work import too_much_work
 
 Message: TypeAlias = Any  # ASGI's own mappings
 Scope: TypeAlias = Any
@@ -26,10 +27,6 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),  # nginx would keep events back
 ]
 _JSON = "application/json"
-LIGHT_BYTES = 1 << 18  # parsed within some 10 ms, whatever is in them
-MAX_WORK = 1 << 19  # as many token ids; some 20 ms
-_WORK = {b",": 1, b"\\": 1, b'"': 2, b"[": 12, b"{": 4, b":": 4}
-"""What parsing costs, by the marks that it goes by; a token id among others is 1."""
 
 
 class Exchange:
@@ -82,7 +79,12 @@ class Exchange:
                 f"the body must be JSON: send `content-type: {_JSON}`", status=415, code="unsupported_media"
             )
         body = await self._body(limit)
-        _check_work(body)
+        if too_much_work(body):
+            raise HttpRefusal(
+                "the body has too many values, names or escapes: send less at once",
+                status=413,
+                code="request_too_large",
+            )
         try:
             return from_json(body, allow_inf_nan=False, cache_strings="none")
         except ValueError as error:
@@ -186,15 +188,6 @@ class Exchange:
 
     def _identity(self) -> list[tuple[bytes, bytes]]:
         return [(b"x-request-id", self.request_id.encode())] if self.request_id else []
-
-
-def _check_work(body: bytes) -> None:
-    """HttpRefusal where parsing would take too long: it holds the interpreter, and with it every other stream, whatever
-    thread it is in. What stands in texts is counted too; counting is quick."""
-    if len(body) > LIGHT_BYTES and sum(body.count(mark) * weight for mark, weight in _WORK.items()) > MAX_WORK:
-        raise HttpRefusal(
-            "the body has too many values, names or escapes: send less at once", status=413, code="request_too_large"
-        )
 
 
 def _too_long(limit: int) -> HttpRefusal:

@@ -1,13 +1,25 @@
 """Reads request bodies into typed fields; what is wrong, unknown or not supported is refused by name."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from .errors import HttpRefusal
 
 F = TypeVar("F", bound="Fields")
+T = TypeVar("T")
+
+
+class _First(FailFast):
+    """Usable in a union, which hashes."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+Many: TypeAlias = Annotated[T, _First()]
+"""A list or object of a client's: one error is told of it, and all of half a million would take a second to gather."""
 MAX_NAME = 64  # characters of a client's own field name that are repeated to it
 
 
@@ -39,14 +51,24 @@ class Fields(BaseModel):
             raise _readable(error, path) from None
 
     @classmethod
+    def names(cls) -> set[str]:
+        """What clients call the fields."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    @classmethod
     def _supported(cls, value: dict[str, Any], path: str) -> dict[str, Any]:
-        kept = {}
+        kept, names = {}, cls.names()
+        unknown = 0
         for name, given in value.items():
+            if name not in names and name not in cls.unsupported:
+                unknown += 1
+                if unknown > 1:  # the first one is told
+                    continue
             if name in cls.unsupported:
                 if given is not None and not any(_same(given, harmless) for harmless in cls.unsupported[name]):
                     told = _not_supported(path + name, cls.unsupported[name], cls.remedies.get(name))
                     raise HttpRefusal(told, field=path + name, code="unsupported_parameter")
-            elif given is not None or name not in cls.model_fields:
+            elif given is not None or name not in names:
                 kept[name] = given
         return kept
 

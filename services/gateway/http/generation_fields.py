@@ -11,7 +11,7 @@ from ..generation import Sampling, Stopping
 from ..validation import MAX_ANSWERS
 from .constraint_fields import ConstraintFields
 from .errors import HttpRefusal
-from .fields import Fields
+from .fields import Fields, Many
 
 MAX_LABEL = 512  # characters of a caller's names for its users
 MAX_SALT = 256  # characters
@@ -69,15 +69,15 @@ class GenerationFields(ConstraintFields):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    allowed_token_ids: list[int] = Field(default_factory=list)
-    banned_token_ids: list[int] = Field(default_factory=list)
-    bad_words: list[str] = Field(default_factory=list)
+    logit_bias: Many[dict[str, float]] = Field(default_factory=dict)
+    allowed_token_ids: Many[list[int]] = Field(default_factory=list)
+    banned_token_ids: Many[list[int]] = Field(default_factory=list)
+    bad_words: Many[list[str]] = Field(default_factory=list)
     # when it ends
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: Annotated[list[str], BeforeValidator(_one_or_many)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[Many[list[str]], BeforeValidator(_one_or_many)] = Field(default_factory=list)
+    stop_token_ids: Many[list[int]] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     # what is sent

@@ -12,7 +12,7 @@ from ..validation import check_token_input
 from .chat_options import TemplateFields, check_names, read_chat
 from .errors import HttpRefusal
 from .exchange import Exchange
-from .fields import Fields
+from .fields import Fields, Many
 from .logprobs import to_json
 from .messages import read_messages
 from .tool_fields import read_wish
@@ -39,7 +39,7 @@ class DetokenizeFields(Fields):
     """Tokens."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Many[list[int]]
 
 
 class Tokenize:

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from ....errors import InvalidRequest
 from ..http.errors import HttpRefusal
 from ..http.generation_fields import GenerationFields
+from ..http.json_work import too_much_work
 from .tensors import shortened, shown
 
 TAKEN = frozenset(
@@ -85,9 +86,16 @@ def plain(name: str, value: Any) -> Any:
     if not isinstance(value, str) or name in _TEXTS or len(value) > MAX_JSON:
         return value
     try:
-        return from_json(_PYTHON.get(value, value).encode("utf-8", "replace"), allow_inf_nan=False)
+        return _parsed(_PYTHON.get(value, value).encode("utf-8", "replace"), shortened(name))
     except ValueError:
         return value
+
+
+def _parsed(text: bytes, field: str) -> Any:
+    """ValueError where it is no JSON; InvalidRequest where reading it would hold others up."""
+    if too_much_work(text):
+        raise InvalidRequest(f"{field} has too many values, names or escapes: send less at once", field=field)
+    return from_json(text, allow_inf_nan=False)
 
 
 def read_object(text: bytes) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def read_object(text: bytes) -> dict[str, Any]:
     if len(text) > MAX_JSON:
         raise InvalidRequest(f"{field} has {len(text)} bytes, at most {MAX_JSON}", field=field)
     try:
-        given = from_json(text, allow_inf_nan=False)
+        given = _parsed(text, field)
     except ValueError as error:
         raise InvalidRequest(f"{field} is no valid JSON: {error}", field=field) from None
     if not isinstance(given, dict):

@@ -22,6 +22,7 @@ from twostroke.services.grpc_setup import open_channel
 from twostroke.v1 import inference_pb2 as pb
 
 from ..cluster import Cluster, cluster, text_request, token_ids, until
+from ..engine_fuzz import draw_message
 from ..http_client import request_bytes
 from ..stand_in_worker import Script, StandIn
 
@@ -138,6 +139,56 @@ async def test_bytes_that_mean_nothing_are_refused(tiny_llama_dir: Path, example
         channel.close()
         await it.idle()
     assert seen[Code.INVALID_ARGUMENT] > 0
+
+
+@st.composite
+def wild(draw: st.DrawFn) -> pb.GenerateRequest:
+    """A request of any shape, or one that is nearly right."""
+    request = pb.GenerateRequest()
+    draw_message(draw, request)
+    if draw(st.booleans()):
+        request.input.text = draw(st.text(min_size=1, max_size=30))
+        request.ClearField("model")
+        request.ClearField("prompt_logprobs")
+        request.stopping.max_tokens = draw(st.integers(0, 40))
+    return request
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+async def test_messages_of_any_kind_are_answered_or_refused(tiny_llama_dir: Path, examples: int) -> None:
+    """Any values in any fields; of a stream that fails after its first message the last one says so."""
+    seen: Counter[grpc.StatusCode] = Counter()
+
+    async with cluster(tiny_llama_dir, worker(scores=True)) as it:
+        channel = grpc.insecure_channel(it.address)
+        generate = channel.unary_stream(
+            GENERATE,
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+
+        @settings(
+            max_examples=examples, deadline=None, database=None, phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(wild(), st.sampled_from([30.0, 30.0, 0.01]))
+        def check(request: pb.GenerateRequest, timeout: float) -> None:
+            code, pieces = Code.OK, list[pb.GenerateResponse]()
+            try:
+                pieces.extend(generate(request, timeout=timeout))
+            except grpc.RpcError as error:
+                code = error.code()
+                assert code not in FAULTS - ({Code.DEADLINE_EXCEEDED} if timeout < 1 else set()), (request, error)
+            else:
+                assert sum(piece.HasField("finish") for piece in pieces) == (request.n or 1)
+            seen[code] += 1
+
+        async with beside_a_neighbour(it):
+            await asyncio.to_thread(check)
+        channel.close()
+        await it.idle()
+    assert seen[Code.INVALID_ARGUMENT] > 0
+    assert seen[Code.OK] > 0
 
 
 def endless(streams: int) -> bytes:

@@ -17,7 +17,7 @@ from .test_chat import PATH, workers
 
 K = ConstraintKind
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["é"]}}}
-TEXT = json.dumps(SCHEMA, ensure_ascii=False)
+TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
 
 
 def read(**fields: Any) -> tuple[Constraint | None, str]:

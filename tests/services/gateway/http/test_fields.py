@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from twostroke.engine.check_controls import MAX_LISTED
@@ -18,6 +19,7 @@ from twostroke.services.gateway.http.errors import HttpRefusal
 from twostroke.services.gateway.http.fields import Fields
 from twostroke.services.gateway.http.generation_fields import StreamOptions
 from twostroke.services.gateway.http.tokenize import DetokenizeFields, TokenizeFields
+from twostroke.services.gateway.oip.sampling_fields import SamplingFields
 
 PROMPT: dict[str, Any] = {"prompt": "hello"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -336,3 +338,21 @@ def test_prompts_that_are_none(value: Any, field: str) -> None:
 def test_prompts_times_answers_are_bounded() -> None:
     assert len(read_prompts(["a"] * 8, 16, 9)) == 8
     assert refusal(read_prompts, ["a"] * 9, 16, 9).field == "prompt"
+
+
+@pytest.mark.parametrize("kind", [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields, SamplingFields])
+def test_of_very_many_faults_one_is_gathered(kind: type[Fields]) -> None:
+    """Gathering all of them would hold up every stream."""
+    needed = {"prompt": "x", "messages": [], "tokens": []}
+    for name in kind.names():
+        for wrong in ([object()] * 50, {str(number): object() for number in range(50)}):
+            given = {key: value for key, value in needed.items() if key in kind.names()} | {name: wrong}
+            try:
+                kind.model_validate(given)
+            except ValidationError as error:
+                assert error.error_count() <= 3, name  # one of each kind that it may be of
+    with pytest.raises(HttpRefusal) as caught:
+        kind.read({f"x{number}": 1 for number in range(50)})
+    cause = caught.value.__context__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 3

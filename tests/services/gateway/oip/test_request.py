@@ -124,7 +124,7 @@ def test_what_the_client_calls_each_field() -> None:
     [
         ({"structured_outputs": {"regex": "a+"}}, ConstraintKind.REGEX, "a+"),
         ({"structured_outputs": '{"choice": ["a", "b"]}'}, ConstraintKind.CHOICE, '["a", "b"]'),
-        ({"guided_decoding": {"json": {"type": "object"}}}, ConstraintKind.JSON_SCHEMA, '{"type": "object"}'),
+        ({"guided_decoding": {"json": {"type": "object"}}}, ConstraintKind.JSON_SCHEMA, '{"type":"object"}'),
         ({"guided_decoding": '{"grammar": "root ::= 1", "backend": "auto"}'}, ConstraintKind.GRAMMAR, "root ::= 1"),
     ],
 )

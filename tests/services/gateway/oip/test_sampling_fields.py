@@ -114,3 +114,13 @@ def test_plain_values_stay() -> None:
     for value in (1, 0.5, True, None, [1], {"a": "1"}):
         assert plain("temperature", value) == value
     assert plain("temperature", "\ud800") == "\ud800"
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 100_000 + "0]", "{" + '"":{},' * 60_000 + '"a":0}'])
+def test_what_would_take_long_to_read_is_refused_before(text: str) -> None:
+    """Wherever it stands."""
+    with pytest.raises(InvalidRequest, match="too many values") as caught:
+        SamplingFields.of({"stop_token_ids": text})
+    assert caught.value.field == "stop_token_ids"
+    with pytest.raises(InvalidRequest, match="too many values"):
+        read_object(b'{"stop":' + text.encode() + b"}")
