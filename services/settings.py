@@ -242,7 +242,7 @@ class WorkerSettings(Settings):
     transport: Literal["auto", "shm", "cuda_ipc", "nixl"] = "auto"
     """By which KV goes to decode workers; `auto`: the fastest that both have, `nixl` (an extra) between hosts."""
     transport_gb_per_s: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
-    """Least speed of a new pair, measured, in GB/s. By device: `shm` 0.2, `cuda_ipc` 10; over `nixl` 0.05."""
+    """Least GB/s of a new pair, measured, if pages are large. By device: `shm` 0.2, `cuda_ipc` 10; over `nixl` 0.05."""
     allow_slow_transport: bool = False
     """A pair that is slower than it should be is used all the same; otherwise it is an error."""
     ticket_valid_s: Seconds = 60
