@@ -44,7 +44,8 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "1,000 stop strings": (_with(lambda r: r.stopping.strings.extend("a" * 1000)), INVALID, "stopping.strings"),
     "empty stop string": (_with(lambda r: r.stopping.strings.append("")), INVALID, "stopping.strings"),
     "too many logprobs": (_with(lambda r: setattr(r, "logprobs", 21)), INVALID, "logprobs"),
-    "10 MB prompt": (_text("word " * 2_000_000), INVALID, "input.text"),
+    "4 MB prompt": (_text("word " * 800_000), INVALID, "input.text"),
+    "10 MB prompt": (_text("word " * 2_000_000), grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"),
 }  # fmt: skip
 
 

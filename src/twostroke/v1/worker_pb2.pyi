@@ -1835,8 +1835,8 @@ class Complete(_message.Message):
     ticket: _builtins.int
     """/ The ticket."""
     digests: _builtins.bytes
-    """/ Digests of the source pages: layers x pages little-endian 64-bit words, layer by layer. Empty when every first token
-    / has a finish: the KV is then neither checked nor used.
+    """/ Digests of the source pages: a little-endian 64-bit word a page, the sum of those of its layers. Empty when every
+    / first token has a finish: the KV is then neither checked nor used.
     """
     round: _builtins.int
     """/ Counts the resends before it. A late copy of an older round is not taken for the end of the newer one's writes."""
