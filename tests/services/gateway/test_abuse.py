@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from twostroke.services.grpc_setup import open_channel
@@ -168,9 +168,11 @@ async def test_messages_of_any_kind_are_answered_or_refused(tiny_llama_dir: Path
         )
 
         @settings(
-            max_examples=examples, deadline=None, database=None, phases=(Phase.generate,),
+            max_examples=examples, deadline=None, database=None, phases=(Phase.explicit, Phase.generate),
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
+        @example(pb.GenerateRequest(input=pb.Input(text="a"), stopping=pb.Stopping(max_tokens=3)), 30.0)
+        @example(pb.GenerateRequest(), 30.0)  # of forty drawn ones none may be right, or none wrong
         @given(wild(), st.sampled_from([30.0, 30.0, 0.01]))
         def check(request: pb.GenerateRequest, timeout: float) -> None:
             code, pieces = Code.OK, list[pb.GenerateResponse]()
