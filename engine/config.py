@@ -34,9 +34,7 @@ class EngineOptions:
     max_input: int = 0  # 0: the model's context
     max_output: int = 0  # 0: the model's context
     token_budget: int = 0  # tokens computed a step, decode rows counted in; 0: by device
-    prompt_batch: int = (
-        0  # where none decodes, prompts join others in a step while these have fewer tokens; 0: by device
-    )
+    prompt_batch: int = 0  # where none decodes, prompts join a step while it has fewer tokens; 0: by device
     decode_prefill_budget: int = 128  # of these, prompt tokens while this engine also decodes others' KV (role decode)
     reserve: Reserve = "expected"  # pages set aside beyond prompt + 1 for a sequence
     watermark: float = 0.01  # share of the pool kept free at admission

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ..errors import Unavailable
-from ..kernels.digest import DIGEST_BYTES
+from .digest_slots import no_digests
 from .messages import Copy
 from .nixl_agent import Places
 from .nixl_export import NixlPool
@@ -157,7 +157,7 @@ class NixlTransport:
     def _tell(self, write: Write, told: Callable[[bytes], None], landed: bool) -> None:
         pages = len(write.copy.src) if write.copy is not None else 0
         try:
-            told(write.digests if landed else bytes(DIGEST_BYTES * pages))
+            told(write.digests if landed else no_digests(pages))
         except Exception:
             log.exception("what followed a copy failed")
         finally:
