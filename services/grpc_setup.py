@@ -16,6 +16,7 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 HANDSHAKE_MS = 10_000  # until a connection's TLS and HTTP/2 stand
 CONNECT_MS = 5_000  # the same, at the end that opens it: a busy machine or a long way takes its time
 SILENT_S = 30.0
+WINDOW_BYTES = 16_384  # of a call that nobody reads yet, or no more: with each of very many held, it is memory
 
 Option = tuple[str, int | str]
 OpenChannel: TypeAlias = Callable[[str], grpc.aio.Channel]
@@ -93,16 +94,24 @@ def connection_fault(details: str) -> str:
 
 
 def connection_limits(
-    *, metadata_bytes: int, streams: int, idle_s: float = 0, age_s: float = 0, silent_s: float = SILENT_S
+    *,
+    metadata_bytes: int,
+    streams: int,
+    connections: int,
+    idle_s: float = 0,
+    age_s: float = 0,
+    silent_s: float = SILENT_S,
 ) -> list[Option]:
     """What one connection may have: metadata of a call, calls at once, seconds without a call, seconds in all (after
-    which it takes no new calls); 0 seconds: for ever. A client that says nothing for `silent_s`, and then does not
-    answer a ping for as long, has vanished: its calls are cancelled."""
+    which it takes no new calls); 0 seconds: for ever. `connections`: at once. A client that says nothing for
+    `silent_s`, and then does not answer a ping for as long, has vanished: its calls are cancelled."""
     silent_ms = round(silent_s * 1000)
     options: list[Option] = [
         ("grpc.max_metadata_size", metadata_bytes),
         ("grpc.absolute_max_metadata_size", metadata_bytes),
         ("grpc.max_concurrent_streams", streams),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", silent_ms),
         ("grpc.keepalive_timeout_ms", silent_ms),

@@ -142,9 +142,9 @@ def _wrap(behaviour: Behaviour, method: str, arrival: Arrival, *, streams_in: bo
 
     async def given(request: Any, context: Context) -> Any:
         if streams_in:
-            return each(request, arrival.idle_s if generates else 0)
+            return each(request, context, arrival.idle_s if generates else 0, arrival.room)
         if arrival.request_s:
-            request = await only(context, arrival.request_s)
+            request = await only(context, arrival.request_s, arrival.room)
         check(request)
         return request
 
@@ -161,8 +161,12 @@ def _wrap(behaviour: Behaviour, method: str, arrival: Arrival, *, streams_in: bo
 
     inner = pump if generates else call
 
+    async def counted(request: Any, context: Context) -> Any:
+        with arrival.counted(context):
+            return await inner(request, context)
+
     async def guarded(request: Any, context: Context) -> Any:
-        return await _guarded(inner(request, context), context, method)
+        return await _guarded(counted(request, context), context, method)
 
     return guarded
 

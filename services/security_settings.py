@@ -79,6 +79,10 @@ class DoorSecurity(BaseSettings):
     """Most metadata (headers) of a call, in bytes."""
     max_streams: int = Field(16_384, ge=1, le=1 << 20)
     """Calls at once of one connection; a client keeps further ones back."""
+    max_calls: int = Field(16_384, ge=4, le=1 << 20)
+    """Calls over gRPC at once, of all connections; more are refused. A quarter is left by whoever has most."""
+    grpc_connections: int = Field(16_384, ge=1, le=1 << 20)
+    """gRPC connections at once, of each port; one more is closed at once."""
     request_s: float = Field(60, ge=0.1, le=3600, allow_inf_nan=False)
     """A request that has not arrived so long after its beginning is given up, in seconds."""
     stream_idle_s: float = Field(600, ge=0.1, le=86_400, allow_inf_nan=False)

@@ -163,6 +163,8 @@ class GatewaySettings(DoorSecurity, Settings):
     """Most output tokens of a request; 0: the model's context."""
     max_message_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 26)
     """Largest request, a message or an HTTP body, in bytes; reading one may hold other streams up for 10 ms a MiB."""
+    arriving_bytes: Size = Field(1 << 30, ge=1 << 16, le=1 << 40)
+    """Memory for requests on their way, each counted as `max_message_bytes`; while it is taken the slowest give way."""
     max_answer_bytes: Size = Field(16 << 20, ge=1 << 16, le=1 << 30)
     """Largest message of an answer over gRPC, in bytes; clients of their own accord take 4 MiB."""
     stream_buffer_bytes: Size = Field(4 << 20, ge=1 << 16, le=1 << 30)

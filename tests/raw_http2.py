@@ -76,6 +76,22 @@ class Connection:
         self._protocol.send_data(call.number, data, end_stream=ends)
         self._flush()
 
+    async def pour(self, call: Call, head: bytes, size: int, most: int = 1 << 14) -> None:
+        """Sends `head` and so many zeros of its body, as the windows grant them, in frames of at most `most`; fewer
+        where the call, or the connection, ends before."""
+        size += len(head)
+        while size and not call.ended and not self.closed:
+            granted = min(size, most, self._protocol.local_flow_control_window(call.number))
+            if granted > 0:
+                data, head = head[:granted], head[granted:]
+                self.more(call, data.ljust(granted, b"\0"))
+                size -= granted
+                await self._writer.drain()
+                await asyncio.sleep(0)
+            else:
+                async with self._changed:
+                    await self._changed.wait()
+
     def ping(self) -> None:
         """Its answer is counted in `pongs`."""
         self._protocol.ping(b"01234567")
@@ -136,10 +152,10 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Connection]:
-    """A connection to host:port that is read all the time."""
+async def connected(address: str, source: str = "127.0.0.1") -> AsyncIterator[Connection]:
+    """A connection to host:port, from `source`, that is read all the time."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
     connection = Connection(reader, writer)
     reading = asyncio.create_task(connection.read())
     try:

@@ -10,6 +10,7 @@ from ...smg import vllm_engine_pb2_grpc
 from ..security.cluster import is_local
 from ..settings import GatewaySettings
 from .auth import Authenticator, Caller, Header
+from .security import Bounds
 from .side_port import SidePort
 from .vllm_engine.servicer import SERVICE, VllmEngineServicer
 
@@ -20,10 +21,14 @@ class EnginePort(SidePort):
     """Does nothing where the settings name no `engine_listen`."""
 
     def __init__(
-        self, settings: GatewaySettings, auth: Authenticator, servicer: Callable[[], VllmEngineServicer]
+        self,
+        settings: GatewaySettings,
+        bounds: Bounds,
+        auth: Authenticator,
+        servicer: Callable[[], VllmEngineServicer],
     ) -> None:
         """`auth`: of the other doors; it knows the tenant's limits."""
-        super().__init__(settings)
+        super().__init__(settings, bounds)
         self._auth = auth
         self._servicer = servicer
         self.address = ""  # host:port, where it listens

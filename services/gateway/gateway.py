@@ -32,6 +32,7 @@ from .engine_port import EnginePort
 from .figures import Figures
 from .fleet import Fleet
 from .http.app import build_app, build_metrics_app
+from .http.bodies import Bodies
 from .http.connection import LINGER_S, ConnectionLimits
 from .http.door import HttpDoor, Listener
 from .http.tls import listener_context
@@ -43,7 +44,7 @@ from .processes.memory import NAMES, TENANTS, WRONG_KEYS, SharedMemory
 from .processes.names import SharedNames
 from .processes.share import Share
 from .processes.siblings import Siblings
-from .security import authenticator, door_credentials, door_server, warn_of_open_doors
+from .security import authenticator, door_credentials, door_server, shared_bounds, warn_of_open_doors
 from .served_model import ServedModel, longest_token
 from .tools.formats import choose_format
 from .vllm_engine.door import engine_servicer
@@ -130,10 +131,11 @@ class Gateway:
             figures=self.figures,
             constraints=self.constraints,
         )
-        self._server = door_server(settings, self.authenticator, (CLUSTER,), tls=True)
+        self.bounds = shared_bounds(settings)
+        self._server = door_server(settings, self.authenticator, self.bounds, (CLUSTER,), tls=True)
         told = (*door_names(settings), CLUSTER)
-        self._management = Management(settings, self.authenticator, self.fleet, self.siblings, told)
-        self.engine = EnginePort(settings, self.authenticator, self._engine_servicer)
+        self._management = Management(settings, self.bounds, self.authenticator, self.fleet, self.siblings, told)
+        self.engine = EnginePort(settings, self.bounds, self.authenticator, self._engine_servicer)
         self.http: HttpDoor | None = None
         self.metrics: HttpDoor | None = None  # where figures have a port of their own
         self.http_address = ""  # host:port, where it listens
@@ -194,7 +196,7 @@ class Gateway:
         app = build_app(
             self.lifecycle,
             self.figures,
-            max_body=settings.max_message_bytes,
+            bodies=Bodies(settings.max_message_bytes, self.bounds.arrivals),
             serving=self._is_serving,
             authenticate=self.authenticator.authenticate,
             metrics=settings.metrics and not settings.metrics_listen,

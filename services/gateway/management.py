@@ -9,6 +9,7 @@ from .auth import Authenticator
 from .cluster_service import ClusterServicer
 from .fleet import Fleet
 from .processes.siblings import Siblings
+from .security import Bounds
 from .side_port import SidePort
 
 logger = logging.getLogger(__name__)
@@ -20,13 +21,14 @@ class Management(SidePort):
     def __init__(
         self,
         settings: GatewaySettings,
+        bounds: Bounds,
         auth: Authenticator,
         fleet: Fleet,
         siblings: Siblings,
         service_names: Sequence[str],
     ) -> None:
         """`service_names`: what reflection tells of."""
-        super().__init__(settings)
+        super().__init__(settings, bounds)
         self._auth = auth
         self._servicer = ClusterServicer(fleet, siblings)
         self._names = tuple(service_names)

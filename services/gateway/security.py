@@ -1,6 +1,7 @@
 """A gateway's security, made of its settings."""
 
 import logging
+from dataclasses import dataclass
 
 import grpc.aio
 
@@ -14,10 +15,14 @@ from ..security.limits import Limits
 from ..security.peer_names import PeerNames
 from ..security.tls import TlsFiles, server_credentials
 from ..settings import GatewaySettings
+from .arrivals import Arrivals
 from .auth import Authenticator, TokenCheck
 from .auth_interceptor import AuthInterceptor
+from .callers import OpenCalls
 from .ledger import Ledger
 from .wrong_keys import WrongKeys
+
+LEAST_PLACES = 4  # one is then left for others
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +73,31 @@ def door_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None
     return server_credentials(files, require_client=settings.tls_client_ca is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What all ports of a gateway share."""
+
+    arrivals: Arrivals
+    calls: OpenCalls
+
+
+def shared_bounds(settings: GatewaySettings) -> Bounds:
+    """ConfigError where not even a few requests could be on their way."""
+    places = settings.arriving_bytes // settings.max_message_bytes
+    if places < LEAST_PLACES:
+        least = LEAST_PLACES * settings.max_message_bytes
+        message = f"arriving_bytes: got {settings.arriving_bytes}, takes {least} or more with this max_message_bytes"
+        raise ConfigError(message, field="arriving_bytes")
+    return Bounds(Arrivals(places), OpenCalls(settings.max_calls))
+
+
 def door_server(
-    settings: GatewaySettings, auth: Authenticator, admin_services: tuple[str, ...], *, tls: bool
+    settings: GatewaySettings, auth: Authenticator, bounds: Bounds, admin_services: tuple[str, ...], *, tls: bool
 ) -> grpc.aio.Server:
     """With the interceptors and limits that every port for clients has. `tls`: it will listen with certificates."""
-    arrival = Arrival(FieldCount(), settings.request_s, settings.stream_idle_s)
+    arrival = Arrival(
+        FieldCount(), settings.request_s, settings.stream_idle_s, room=bounds.arrivals.of, counted=bounds.calls.one
+    )
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(arrival)]
     if tls and settings.tls_client_names:
         interceptors.append(PeerNames(settings.tls_client_names))
@@ -81,6 +106,7 @@ def door_server(
     limits = connection_limits(
         metadata_bytes=settings.max_metadata_bytes,
         streams=settings.max_streams,
+        connections=settings.grpc_connections,
         idle_s=settings.connection_idle_s,
         age_s=settings.connection_age_s,
     )

@@ -9,15 +9,16 @@ from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..security.cluster import is_local
 from ..settings import GatewaySettings
 from .auth import Authenticator
-from .security import door_credentials, door_server
+from .security import Bounds, door_credentials, door_server
 
 
 class SidePort:
     """Serves nothing before `serve`. TLS as at the doors, but not on a loopback address."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, bounds: Bounds) -> None:
         """Of the gateway."""
         self._settings = settings
+        self._bounds = bounds
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
 
@@ -37,7 +38,7 @@ class SidePort:
         """
         settings, listen = self._settings, str(getattr(self._settings, field))
         credentials = None if is_local(listen) else door_credentials(settings)
-        server = door_server(settings, access, tuple(admins), tls=credentials is not None)
+        server = door_server(settings, access, self._bounds, tuple(admins), tls=credentials is not None)
         add(server)
         self._health = await add_health_and_reflection(server, names, reflect=reflect)
         try:

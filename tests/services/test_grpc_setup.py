@@ -112,7 +112,7 @@ async def test_a_client_that_pings_each_second_keeps_its_stream() -> None:
 
 async def test_pings_at_any_pace_end_nothing() -> None:
     """With a stream and without one; faster than what gRPC takes for abuse."""
-    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100))
+    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100, connections=100))
     await add_health_and_reflection(server, ())
     address = bind(server, "127.0.0.1:0")
     await server.start()
@@ -131,7 +131,7 @@ async def test_pings_at_any_pace_end_nothing() -> None:
 
 
 async def test_a_client_that_vanished_is_noticed_and_one_that_is_only_silent_is_kept() -> None:
-    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100, silent_s=0.5))
+    server = create_server(limits=connection_limits(metadata_bytes=16_384, streams=100, connections=100, silent_s=0.5))
     ended = asyncio.Event()
 
     async def wait(_: bytes, context: Any) -> None:

@@ -7,6 +7,7 @@ from starlette.routing import Route, Router
 from ..figures import Figures
 from ..lifecycle import Lifecycle
 from .about import About
+from .bodies import Bodies
 from .endpoint import Authenticate, Endpoint, Handler, no_check
 from .errors import nothing_here
 from .exchange import Exchange
@@ -18,16 +19,16 @@ def build_app(
     lifecycle: Lifecycle,
     figures: Figures,
     *,
-    max_body: int,
+    bodies: Bodies,
     serving: Callable[[], bool],
     authenticate: Authenticate = no_check,
     metrics: bool = True,
     keep_alive_s: float = 0,
 ) -> Router:
-    """`max_body`: bytes of a request. `serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied.
+    """`serving`: for `/health`. `authenticate`: Unauthenticated, PermissionDenied.
     `metrics`: whether `/metrics` is here. `keep_alive_s`: see `Generate`."""
-    generate = Generate(lifecycle, max_body=max_body, keep_alive_s=keep_alive_s)
-    tokenize = Tokenize(lifecycle, max_body=max_body)
+    generate = Generate(lifecycle, bodies=bodies, keep_alive_s=keep_alive_s)
+    tokenize = Tokenize(lifecycle, bodies=bodies)
     about = About(lifecycle.model, figures, serving)
 
     def route(

@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from ....errors import TwostrokeError
 from ...security.tenant import ANYONE, Tenant, serve_as
+from .bodies import Receive
 from .errors import CLIENT_GONE, ClientGone, HttpRefusal, error_body, error_headers, kind_of
-from .exchange import Exchange, Receive, Scope, Send
+from .exchange import Exchange, Scope, Send
 from .reply import DONE
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]

@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 from ..validation import MAX_REQUEST_ID
+from .bodies import Bodies, Message, Receive
 from .connection import CUT
 from .errors import ClientGone, HttpRefusal
 from .json_work import too_much_work
 
-Message: TypeAlias = Any  # ASGI's own mappings
 Scope: TypeAlias = Any
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 _COMMENT = b": keep-alive\n\n"  # proxies end a stream that looks dead
@@ -71,14 +70,14 @@ class Exchange:
             raise HttpRefusal("x-request-timeout takes a number of seconds over 0", field="x-request-timeout")
         return self.arrival + seconds
 
-    async def json(self, limit: int) -> Any:
-        """The body. HttpRefusal where it is longer than `limit` bytes, or no JSON; ClientGone."""
+    async def json(self, bodies: Bodies) -> Any:
+        """The body. HttpRefusal where it is too long, or no JSON; Overloaded where it came too slowly; ClientGone."""
         kind = self.header(b"content-type").partition(";")[0].strip().lower()
         if kind != _JSON:  # what a page of another site may send unasked is never JSON
             raise HttpRefusal(
                 f"the body must be JSON: send `content-type: {_JSON}`", status=415, code="unsupported_media"
             )
-        body = await self._body(limit)
+        body = await bodies.read(self._receive, self.header(b"content-length"), self.peer)
         if too_much_work(body):
             raise HttpRefusal(
                 "the body has too many values, names or escapes: send less at once",
@@ -89,22 +88,6 @@ class Exchange:
             return from_json(body, allow_inf_nan=False, cache_strings="none")
         except ValueError as error:
             raise HttpRefusal(f"the body is no valid JSON: {error}", code="invalid_json") from None
-
-    async def _body(self, limit: int) -> bytes:
-        length = self.header(b"content-length")
-        if length.isdecimal() and int(length[:20]) > limit:
-            raise _too_long(limit)
-        parts, size, more = [], 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client left")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise _too_long(limit)
-            more = message.get("more_body", False)
-        return b"".join(parts)
 
     @asynccontextmanager
     async def present(self, *, quiet_s: float = 0) -> AsyncIterator[None]:
@@ -188,7 +171,3 @@ class Exchange:
 
     def _identity(self) -> list[tuple[bytes, bytes]]:
         return [(b"x-request-id", self.request_id.encode())] if self.request_id else []
-
-
-def _too_long(limit: int) -> HttpRefusal:
-    return HttpRefusal(f"the body exceeds {limit} bytes (max_message_bytes)", status=413, code="request_too_large")

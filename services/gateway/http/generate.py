@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from ..generation import ChatInput, GenerationRequest, Piece, Send, TextInput, TokenInput
 from ..lifecycle import Lifecycle, together
+from .bodies import Bodies
 from .chat_fields import ChatFields
 from .chat_options import check_names, read_chat
 from .chat_reply import ChatReply
@@ -28,16 +29,16 @@ _TOOL_NAMES = {"sampling.constraint.grammar": "tools"}  # of a grammar that was 
 class Generate:
     """The two endpoints."""
 
-    def __init__(self, lifecycle: Lifecycle, *, max_body: int, keep_alive_s: float) -> None:
-        """`max_body`: bytes of a request. `keep_alive_s`: see `Exchange.present`."""
+    def __init__(self, lifecycle: Lifecycle, *, bodies: Bodies, keep_alive_s: float) -> None:
+        """`keep_alive_s`: see `Exchange.present`."""
         self._lifecycle = lifecycle
         self._keep_alive_s = keep_alive_s
         self._model = lifecycle.model
-        self._max_body = max_body
+        self._bodies = bodies
 
     async def complete(self, exchange: Exchange) -> None:
         """`/v1/completions`."""
-        fields = CompletionFields.read(await exchange.json(self._max_body))
+        fields = CompletionFields.read(await exchange.json(self._bodies))
         exchange.renamed.update(fields.constraint_names())
         fields.check()
         sources = read_prompts(fields.prompt, fields.n, self._model.max_input, special=fields.add_special_tokens)
@@ -69,7 +70,7 @@ class Generate:
     async def chat(self, exchange: Exchange) -> None:
         """`/v1/chat/completions`."""
         exchange.chat = True
-        fields = ChatFields.read(await exchange.json(self._max_body))
+        fields = ChatFields.read(await exchange.json(self._bodies))
         if fields.max_completion_tokens is not None:
             exchange.renamed["stopping.max_tokens"] = "max_completion_tokens"
         exchange.renamed.update(fields.constraint_names())

@@ -9,6 +9,7 @@ from ..generation import ChatInput, TextInput, TokenInput
 from ..lifecycle import Lifecycle
 from ..served_model import ServedModel
 from ..validation import check_token_input
+from .bodies import Bodies
 from .chat_options import TemplateFields, check_names, read_chat
 from .errors import HttpRefusal
 from .exchange import Exchange
@@ -45,15 +46,14 @@ class DetokenizeFields(Fields):
 class Tokenize:
     """The two endpoints."""
 
-    def __init__(self, lifecycle: Lifecycle, *, max_body: int) -> None:
-        """`max_body`: bytes of a request."""
+    def __init__(self, lifecycle: Lifecycle, *, bodies: Bodies) -> None:
         self._lifecycle = lifecycle
         self._model = lifecycle.model
-        self._max_body = max_body
+        self._bodies = bodies
 
     async def tokenize(self, exchange: Exchange) -> None:
         """The ids that a request would run."""
-        fields = TokenizeFields.read(await exchange.json(self._max_body))
+        fields = TokenizeFields.read(await exchange.json(self._bodies))
         if (fields.prompt is None) == (fields.messages is None):
             raise HttpRefusal("send either prompt or messages", field="prompt", code="missing_required_parameter")
         exchange.chat = fields.prompt is None
@@ -68,7 +68,7 @@ class Tokenize:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """The text of tokens, special ones by their names."""
-        fields = DetokenizeFields.read(await exchange.json(self._max_body))
+        fields = DetokenizeFields.read(await exchange.json(self._bodies))
         self._model.check_name(fields.model)
         exchange.renamed["input.token_ids.ids"] = "tokens"
         check_token_input(TokenInput(fields.tokens), self._model)
