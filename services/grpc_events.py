@@ -8,8 +8,8 @@ pair; what it calls on the loop takes one byte, and all completions that are the
   So the end that is read gives all of its bytes at once.
 - A write is complete as soon as it was begun, and wakes the poller, which on the loop's own core takes its place at
   once, finds gRPC's lock taken, waits, and is woken again: a third of a stream's cost. So once the loop has taken what
-  there is, the pair is filled up: the poller waits at its next byte until the loop comes round and asks for more. What
-  follows from a completion takes the loop several rounds; only after some that bring nothing may it sleep.
+  there is, the pair is filled up: the poller waits at its next byte. What follows from a completion takes the loop
+  several rounds; only then does it ask for more, and only where that brings nothing may it sleep.
 """
 
 import socket
@@ -22,7 +22,7 @@ ALL = 1 << 18  # more than a socket pair holds
 OPEN = 1 << 20  # bytes of buffer; a byte takes 768; the system makes it its most
 SHUT = 1  # the system makes it its least
 FILL = b"\0" * 4096  # more than that least holds
-ROUNDS = 4  # of the loop, from a step that is read until its messages are written
+ROUNDS = 3  # of the loop, from a step that is read until its messages are written
 BYTE = b"1"  # what the poller writes
 
 
@@ -30,14 +30,17 @@ class _Gate(socket.socket):
     """The end that is read. Takes what there is, however little it is asked for."""
 
     filled: socket.socket  # the other end
-    rounds = 0  # in which it is still filled
+    rounds = 0  # of the loop before it asks again
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """Lets the poller bring all that has completed; it waits from then on, unless there is nothing to do."""
+        """Lets the poller bring all that has completed; it waits from then on, unless there was nothing."""
+        if self.rounds:
+            self.rounds -= 1
+            return b""
         self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, OPEN)
         data = super().recv(ALL, flags)
-        self.rounds = ROUNDS if BYTE in data else self.rounds - 1
-        if self.rounds > 0:
+        if BYTE in data:
+            self.rounds = ROUNDS
             self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SHUT)
             with suppress(BlockingIOError):  # it is full already
                 self.filled.send(FILL, socket.MSG_DONTWAIT)

@@ -3,6 +3,11 @@
 import asyncio
 import socket
 import sys
+from select import select
+
+import pytest
+
+from twostroke.services import grpc_events
 
 PROGRAM = """
 import asyncio, socket
@@ -54,6 +59,24 @@ async def test_the_loop_is_called_less_often_than_messages_are_written_and_read(
     told, failed = await process.communicate()
     assert process.returncode == 0, failed.decode()[-2000:]
     assert 0 < int(told) < 2 * 100 * 20, "a call for each message"
+
+
+def test_what_completed_is_asked_for_after_some_rounds_and_the_poller_waits_meanwhile() -> None:
+    with grpc_events._gated_pairs():
+        read, write = socket.socketpair()
+    with read, write:
+        read.setblocking(False)
+        write.send(b"1" * 3)
+        assert read.recv(1).count(b"1") == 3
+        with pytest.raises(BlockingIOError):  # the poller's next byte
+            write.send(b"1", socket.MSG_DONTWAIT)
+        for _ in range(grpc_events.ROUNDS):
+            assert select([read], [], [], 0)[0], "the loop would sleep"
+            assert read.recv(1) == b""
+        assert b"1" not in read.recv(1)
+        assert not select([read], [], [], 0)[0], "the loop must be able to sleep"
+        write.send(b"1", socket.MSG_DONTWAIT)
+        assert b"1" in read.recv(1)
 
 
 def test_other_pairs_are_plain() -> None:
