@@ -13,6 +13,7 @@ pair; what it calls on the loop takes one byte, and all completions that are the
 """
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -23,6 +24,7 @@ OPEN = 1 << 20  # bytes of buffer; a byte takes 768; the system makes it its mos
 SHUT = 1  # the system makes it its least
 FILL = b"\0" * 4096  # more than that least holds
 ROUNDS = 3  # of the loop, from a step that is read until its messages are written
+SOON_S = 0.0002  # a longer round has work enough to ask what else there is: steps that wait to be read are joined
 BYTE = b"1"  # what the poller writes
 
 
@@ -30,17 +32,20 @@ class _Gate(socket.socket):
     """The end that is read. Takes what there is, however little it is asked for."""
 
     filled: socket.socket  # the other end
-    rounds = 0  # of the loop before it asks again
+    rounds = 0  # of the loop before it asks again, where they are short
+    asked = 0.0  # when
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         """Lets the poller bring all that has completed; it waits from then on, unless there was nothing."""
-        if self.rounds:
+        now = time.perf_counter()
+        if self.rounds and now - self.asked < SOON_S:
             self.rounds -= 1
             return b""
+        self.asked = now
         self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, OPEN)
         data = super().recv(ALL, flags)
-        if BYTE in data:
-            self.rounds = ROUNDS
+        self.rounds = ROUNDS if BYTE in data else 0
+        if self.rounds:
             self.filled.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SHUT)
             with suppress(BlockingIOError):  # it is full already
                 self.filled.send(FILL, socket.MSG_DONTWAIT)

@@ -27,6 +27,10 @@ class Entry:
         """All that are still to be done."""
         return self.prompt + sum(self.outputs)
 
+    def expected(self, answer: int) -> int:
+        """Tokens of an answer that are still to come."""
+        return self.outputs[answer] if self.charged else 0
+
 
 class Queue:
     """One loop owns it."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from twostroke.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from twostroke.services.gateway.admission import MAX_TENANTS, OTHERS, Admission
 from twostroke.services.gateway.ledger import Cost, LocalLedger
-from twostroke.services.gateway.place import Place
+from twostroke.services.gateway.place import TOLD_AT_ONCE, Place
 from twostroke.services.security.limits import Limits
 from twostroke.services.security.tenant import ANYONE, Tenant
 
@@ -92,13 +92,18 @@ async def test_tokens_are_charged_and_uncharged_as_they_are_computed() -> None:
         refused(lambda: _expect(it, 500, 101))
         place.took(0, 1)
         assert it.queue.tokens == 99  # the prompt is computed
-        place.took(1, 10)
+        place.took(1, TOLD_AT_ONCE - 6)
+        assert it.queue.tokens == 99  # a few are not told
+        place.took(1, 6)
         place.took(0, 70)  # more than was expected
-        assert it.queue.tokens == 40
+        assert it.queue.tokens == 50 - TOLD_AT_ONCE
+        place.took(1, 50 - 2 * TOLD_AT_ONCE)
+        place.took(1, TOLD_AT_ONCE)  # all that was expected
+        assert it.queue.tokens == 0
         place.ended(1)
         assert it.queue.tokens == 0
         with it.slot() as other:
-            other.expect(990, 100)  # 10 of which are expected, by what was seen
+            other.expect(950, 100)  # 50 of which are expected, by what was seen
             assert it.queue.tokens == 1000
     assert it.queue.tokens == it.queue.places == 0
 
