@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_PENDING = 1 << 16
+MAX_PENDING = 1 << 14
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 HANDSHAKE_MS = 10_000  # until a connection's TLS and HTTP/2 stand

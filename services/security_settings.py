@@ -77,7 +77,7 @@ class DoorSecurity(BaseSettings):
     """Serve figures for Prometheus at `/metrics`."""
     max_metadata_bytes: int = Field(16_384, ge=1024, le=1 << 20)
     """Most metadata (headers) of a call, in bytes."""
-    max_streams: int = Field(16_384, ge=1, le=1 << 20)
+    max_streams: int = Field(512, ge=1, le=1 << 20)
     """Calls at once of one connection; a client keeps further ones back."""
     max_calls: int = Field(16_384, ge=4, le=1 << 20)
     """Calls over gRPC at once, of all connections; more are refused. A quarter is left by whoever has most."""

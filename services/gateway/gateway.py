@@ -20,6 +20,7 @@ from ..garbage import settle
 from ..grpc_events import take_together
 from ..grpc_setup import Health, add_health_and_reflection, bind
 from ..identity import draw_identity
+from ..open_files import allow_open_files
 from ..security.cluster import cluster_dialer, is_local
 from ..security.tls import TlsFiles
 from ..settings import GatewaySettings
@@ -300,6 +301,7 @@ async def serve(settings: GatewaySettings, share: Share | None = None) -> None:
     """Runs until SIGTERM or SIGINT: the first drains, the second ends. ConfigError where it cannot start. `share`:
     where it is one of several processes."""
     take_together()
+    allow_open_files()
     model = await asyncio.to_thread(load_model, settings)
     gateway = Gateway(settings, model, share)
     told, hurry = asyncio.Event(), asyncio.Event()

@@ -15,6 +15,7 @@ from .tls import names_in
 
 CUT = "twostroke.cut"
 """ASGI extension: ends the response now with these last bytes, and closes the connection."""
+_OF_BODIES = (b"content-length", b"transfer-encoding")
 LINGER_S = 5.0  # for last bytes to leave before the connection is aborted
 
 
@@ -51,6 +52,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0  # of fields that are whole
         self._head_bytes = 0  # of a head that is not
         self._reading_header = False
+        self._has_body = False
         self._refusal: HttpRefusal | None = None
         self._receiving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
@@ -97,6 +99,7 @@ class Connection(HttpToolsProtocol):
             message = "the certificate's names are not among those that are expected here"
             raise self._note(HttpRefusal(message, status=403, code="permission_denied"))
         self._header_bytes, self._head_bytes, self._reading_header = 0, 0, True
+        self._has_body = False
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().on_message_begin()
         extensions: dict[Any, Any] = {CUT: self._cut}
@@ -107,11 +110,17 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > self._limits.header_bytes:
             raise self._note(_too_large(self._limits.header_bytes))
+        if name.lower() in _OF_BODIES and value.strip() != b"0":
+            self._has_body = True
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request runs from here on."""
+        """The request runs from here on. The parser takes what follows a wish to upgrade for another protocol's, or for
+        another request: a body would be one that its client, or a proxy, never sent."""
         self._reading_header = False
+        if self._has_body and self.parser.should_upgrade():
+            message = "a request with a body must not ask for an upgrade: HTTP/1.1 alone is spoken here"
+            raise self._note(HttpRefusal(message, field="upgrade"))
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -15,6 +15,7 @@ from ...settings import split_address
 from .connection import LINGER_S, Connection, ConnectionLimits
 
 KEEP_ALIVE_S = 75  # longer than the proxies in front keep an idle connection: they, not we, shall close it
+HANDSHAKE_S = 10.0
 LAST_WORDS_S = 2.0  # for answers to leave before connections are cut
 BACKLOG = 2048
 UNSENT_BYTES = 1 << 17  # what the kernel takes of a connection beyond what is on its way
@@ -36,7 +37,11 @@ class Listener:
 class HttpDoor:
     """One loop owns it. `start`, perhaps `drain`, `stop`."""
 
-    def __init__(self, app: ASGIApp, listener: Listener, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: Listener, limits: ConnectionLimits, *, handshake_s: float = HANDSHAKE_S
+    ) -> None:
+        """`handshake_s`: until a connection's TLS stands, else it is closed."""
+        self._handshake_s = handshake_s
         self._listener = listener
         self._limits = limits
         self._config = Config(
@@ -71,7 +76,10 @@ class HttpDoor:
         def connect() -> Connection:
             return Connection(self._config, self._state, self._limits, self._listener.names, self._lost.set, loop)
 
-        self._server = await loop.create_server(connect, sock=listening, ssl=self._listener.tls, backlog=BACKLOG)
+        tls = self._listener.tls
+        self._server = await loop.create_server(
+            connect, sock=listening, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=self._handshake_s if tls else None
+        )
         host, _, _ = self._listener.address.rpartition(":")
         return f"{host}:{listening.getsockname()[1]}"
 

@@ -4,8 +4,10 @@ import asyncio
 import gc
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from twostroke.errors import ConfigError
 from twostroke.services.gateway.http import connection, door
 from twostroke.services.gateway.http.connection import CUT, ConnectionLimits
 from twostroke.services.gateway.http.door import HttpDoor, Listener
+from twostroke.services.gateway.http.tls import listener_context
+from twostroke.services.security.tls import TlsFiles
 
+from ...certificates import Authority
 from ...cluster import until
 from ...http_client import raw, request_bytes
 
@@ -168,6 +173,38 @@ async def test_what_is_no_http(junk: bytes) -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"other"])
+@pytest.mark.parametrize("framing", [b"content-length: %d" % len(GET), b"transfer-encoding: chunked"])
+async def test_a_body_behind_a_wish_to_upgrade_is_no_request(protocol: bytes, framing: bytes) -> None:
+    """Its bytes would be answered as a request of their own, to whoever comes next over a proxy's connection."""
+    seen: list[str] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["method"])
+        await hello(scope, receive, send)
+
+    async with doorway(note) as (_, place):
+        reader, writer = await raw(place)
+        head = b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: %b\r\n%b\r\n\r\n"
+        writer.write(head % (protocol, framing))
+        answer = await reader.read()
+        assert (status_of(answer), error_in(answer)["param"]) == (400, "upgrade")
+        writer.write(GET)
+        assert await rest_of(reader) == b""
+        assert not seen
+        writer.close()
+
+
+async def test_a_wish_to_upgrade_without_a_body_is_ignored() -> None:
+    asked = GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 0\r\n\r\n"
+    async with doorway(hello) as (_, place):
+        reader, writer = await raw(place)
+        for request_ in (asked, GET):
+            writer.write(request_)
+            assert status_of(await reader.readuntil(b"\r\n\r\n0")) == 200
+        writer.close()
+
+
 async def test_a_pipeline_ends_the_connection_and_what_runs() -> None:
     gone = asyncio.Event()
 
@@ -312,3 +349,51 @@ async def test_addresses_of_all_kinds(address: str) -> None:
     assert status_of(await reader.readuntil(b"\r\n\r\n")) == 200
     writer.close()
     await it.stop()
+
+
+async def test_a_handshake_that_does_not_end(tmp_path: Path) -> None:
+    """Nothing, a part of a hello, and what is no TLS; whoever does it right is served meanwhile."""
+    authority = Authority(tmp_path)
+    pair = authority.issue("127.0.0.1")
+    context = listener_context(TlsFiles(pair.cert, pair.key, None))
+    it = HttpDoor(hello, Listener("127.0.0.1:0", context), ConnectionLimits(), handshake_s=0.3)
+    place = ("127.0.0.1", int((await it.start()).rpartition(":")[2]))
+    try:
+        silent = [await raw(place) for _ in range(30)]
+        for (_, writer), part in zip(silent, (b"", b"\x16\x03\x01\x02\x00\x01", GET) * 10, strict=True):
+            writer.write(part)
+        trusted = ssl.create_default_context(cafile=str(authority.path))
+        reader, writer = await asyncio.open_connection(*place, ssl=trusted)
+        writer.write(GET)
+        assert status_of(await reader.readuntil(b"\r\n\r\n0")) == 200
+        for each, _ in silent:
+            await asyncio.wait_for(rest_of(each), 10)
+        writer.write(GET)
+        assert status_of(await reader.readuntil(b"\r\n\r\n0")) == 200
+        for _, one in (*silent, (reader, writer)):
+            one.close()
+    finally:
+        await it.stop()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
+async def test_versions_of_tls(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("127.0.0.1")
+    it = HttpDoor(
+        hello, Listener("127.0.0.1:0", listener_context(TlsFiles(pair.cert, pair.key, None))), ConnectionLimits()
+    )
+    place = ("127.0.0.1", int((await it.start()).rpartition(":")[2]))
+    context = ssl.create_default_context(cafile=str(authority.path))
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    context.minimum_version = context.maximum_version = version
+    try:
+        if version is ssl.TLSVersion.TLSv1_1:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.open_connection(*place, ssl=context)
+        else:
+            _, writer = await asyncio.open_connection(*place, ssl=context)
+            writer.close()
+    finally:
+        await it.stop()
