@@ -54,13 +54,13 @@ class Authority:
         self.path = folder / f"{name}.pem"
         self.path.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, *names: str, days: float = 1.0) -> Pair:
-        """For these names; negative `days`: it has expired."""
+    def issue(self, *names: str, days: float = 1.0, starts: float = -5.0) -> Pair:
+        """For these names, valid from `starts` to `days` days from now; negative `days`: it has expired."""
         self._count += 1
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         builder = x509.CertificateBuilder().subject_name(_name(names[0])).issuer_name(_name(self._name))
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - 5 * DAY).not_valid_after(now + days * DAY)
+        builder = builder.not_valid_before(now + starts * DAY).not_valid_after(now + days * DAY)
         builder = builder.add_extension(x509.SubjectAlternativeName([_alternative(n) for n in names]), critical=False)
         pair = Pair(*(self._folder / f"{self._name}-{self._count}.{end}" for end in ("crt", "key")))
         pair.cert.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))

@@ -106,13 +106,16 @@ async def test_names(authority: Authority) -> None:
 async def test_an_expired_certificate_is_not_believed(authority: Authority) -> None:
     async with listening(files(authority.issue("localhost", days=-1), None)) as address:
         assert "expired" in await answer(Dialer(files(None, authority.path))(address))
+    async with listening(files(authority.issue("localhost", days=2, starts=1), None)) as address:
+        assert "not yet valid" in await answer(Dialer(files(None, authority.path))(address))
 
 
 async def test_clients_must_show_a_certificate_of_ours(authority: Authority, others: Authority) -> None:
     server = files(authority.issue("localhost"), authority.path)
     async with listening(server, mutual=True) as address:
         assert await answer(Dialer(files(authority.issue("me"), authority.path))(address)) == "ok"
-        for client in (None, others.issue("me"), authority.issue("me", days=-1)):
+        later = authority.issue("me", days=2, starts=1)
+        for client in (None, others.issue("me"), authority.issue("me", days=-1), later):
             assert (await answer(Dialer(files(client, authority.path))(address))).startswith("UNAVAILABLE")
     async with listening(server, mutual=False) as address:
         assert await answer(Dialer(files(None, authority.path))(address)) == "ok"

@@ -17,9 +17,10 @@ from twostroke.services.gateway.http import connection, door
 from twostroke.services.gateway.http.connection import CUT, ConnectionLimits
 from twostroke.services.gateway.http.door import HttpDoor, Listener
 from twostroke.services.gateway.http.tls import listener_context
+from twostroke.services.security import watched_file
 from twostroke.services.security.tls import TlsFiles
 
-from ...certificates import Authority
+from ...certificates import Authority, Pair
 from ...cluster import until
 from ...http_client import raw, request_bytes
 
@@ -395,5 +396,46 @@ async def test_versions_of_tls(tmp_path: Path, version: ssl.TLSVersion) -> None:
         else:
             _, writer = await asyncio.open_connection(*place, ssl=context)
             writer.close()
+    finally:
+        await it.stop()
+
+
+async def test_certificates_of_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has none, or not a good one, gets no answer; half a replacement of ours changes nothing."""
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    pair = ours.issue("127.0.0.1")
+    context = listener_context(TlsFiles(pair.cert, pair.key, ours.path))
+    it = HttpDoor(hello, Listener("127.0.0.1:0", context), ConnectionLimits())
+    place = ("127.0.0.1", int((await it.start()).rpartition(":")[2]))
+
+    async def answer(client: Pair | None) -> int:
+        trusted = ssl.create_default_context(cafile=str(ours.path))
+        if client is not None:
+            trusted.load_cert_chain(client.cert, client.key)
+        try:
+            reader, writer = await asyncio.open_connection(*place, ssl=trusted)
+        except (ssl.SSLError, ConnectionError):
+            return 0
+        try:
+            writer.write(GET)  # TLS 1.3: the client's certificate is looked at after its handshake
+            return status_of(await reader.readuntil(b"\r\n\r\n0"))
+        except (ssl.SSLError, ConnectionError, asyncio.IncompleteReadError):
+            return 0
+        finally:
+            writer.close()
+
+    friend = ours.issue("me")
+    bad = (None, others.issue("me"), ours.issue("me", days=-1), ours.issue("me", days=2, starts=1))
+    try:
+        assert [await answer(client) for client in (friend, *bad)] == [200, 0, 0, 0, 0]
+        whole = pair.cert.read_bytes()
+        pair.cert.write_bytes(whole[: len(whole) // 2])
+        assert [await answer(client) for client in (friend, None)] == [200, 0]
+        pair.replace_by(others.issue("127.0.0.1"))  # of which the clients know nothing
+        assert await answer(friend) == 0
+        pair.replace_by(ours.issue("127.0.0.1"))
+        assert await answer(friend) == 200
+        await until(lambda: it.connections == 0)
     finally:
         await it.stop()
