@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from ...errors import Overloaded
 from ..incoming import Context
@@ -14,7 +15,12 @@ RETRY_S = 1.0
 
 def caller_of(peer: str) -> str:
     """Of this task. `peer`: where the call comes from, as gRPC or HTTP tells it."""
-    return current_tenant().name or f"/{address_of(peer)}"  # no tenant is named like that
+    return current_tenant().name or _place(peer)
+
+
+@lru_cache(maxsize=4096)
+def _place(peer: str) -> str:
+    return f"/{address_of(peer)}"  # no tenant is named like that
 
 
 class Share:
