@@ -119,7 +119,7 @@ async def body(it: Cluster, size: int) -> int:
 async def test_bodies_over_http_that_lack_their_end(tiny_llama_dir: Path, count: int) -> None:
     size = 4 * MIB - 10 if count > 100 else MIB // 2
     settings: dict[str, Any] = {"max_message_bytes": size, "arriving_bytes": 16 * MIB if count > 100 else 4 * size}
-    async with cluster(tiny_llama_dir, StandIn("both", "w0", Script()), request_s=4, stream_idle_s=4, **settings) as it:
+    async with cluster(tiny_llama_dir, StandIn("both", "w0", Script()), request_s=2, stream_idle_s=2, **settings) as it:
         process = psutil.Process()
         before, most = process.memory_info().rss, 0
         bodies = [asyncio.create_task(body(it, size)) for _ in range(count)]
