@@ -106,10 +106,7 @@ class Inbox:
             return
         if self._waiter is not None:
             waiter, self._waiter = self._waiter, None
-            if not self._turns.now():
-                self._turns.queue(waiter)
-            elif not waiter.done():
-                waiter.set_result(None)
+            self._turns.queue(waiter)
 
     def arrival(self) -> asyncio.Future[None]:
         """Is done once something is there and it is the taker's turn. A plain future, and one wait at a time: there is

@@ -36,7 +36,6 @@ from .keep_alive import KeepAlive
 from .lifecycle import Lifecycle
 from .router import Role
 from .validation import MAX_STOP_STRINGS, MAX_STOP_TOKENS, check_messages
-from .write_behind import WriteBehind
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
@@ -62,7 +61,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request_id = request.request_id or secrets.token_hex(8)
         begun = False
         places = Places()
-        behind = WriteBehind(context.write)
 
         async def begin(message: pb.GenerateResponse) -> None:
             await uninterrupted(context.send_initial_metadata(()))
@@ -71,18 +69,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         def write(message: pb.GenerateResponse) -> Awaitable[None]:
             nonlocal begun
             if begun:
-                return behind.write(message)
+                return context.write(message)
             begun = True  # not before there is something to say: a refusal without it can be tried again
             return begin(message)
 
         def send(piece: Piece) -> Awaitable[None]:
+            if piece.finish is not None:
+                context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
             places.note(piece)
-            return stream.write(write_piece(piece)) if piece.finish is None else send_last(piece)
-
-        async def send_last(piece: Piece) -> None:
-            context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-            await stream.write(write_piece(piece))
-            await behind.settle()
+            return stream.write(write_piece(piece))
 
         plain = read_request(
             request, request_id, time_left(context.time_remaining()), metadata(context, TRACEPARENT_KEY)
@@ -97,10 +92,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise
             told = error if isinstance(error, TwostrokeError) else unexpected(error, "Generate")
             if begun and not isinstance(told, SlowReader):
-                await last_word(behind, write_error(told, places))
+                await last_word(context, write_error(told, places))
             raise told from error
-        finally:
-            behind.close()
 
     async def Tokenize(  # noqa: N802 - gRPC's name
         self, request: pb.TokenizeRequest, context: TokenizeContext
@@ -148,12 +141,11 @@ class Places:
         return pb.GenerateResponse(sample=sample, first_index=self._next.get(sample, 0))
 
 
-async def last_word(stream: WriteBehind[pb.GenerateResponse], message: pb.GenerateResponse) -> None:
+async def last_word(context: GenerateContext, message: pb.GenerateResponse) -> None:
     """To a client that still reads: the status comes in any case."""
     with suppress(Exception):
         async with asyncio.timeout(ABORT_S):
-            await stream.write(message)
-            await stream.settle()
+            await context.write(message)
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
