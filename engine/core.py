@@ -187,6 +187,11 @@ class EngineCore:
         """
         return bool(self._roster.running) or len(self._roster.waiting) > 0 or self._flight is not None
 
+    def launches_only(self) -> bool:
+        """Whether there is work, and `step` would launch it and come back: it would wait for nothing on its way."""
+        ahead = self._runner.overlaps and self._flight is None and not self._roster.constrained
+        return ahead and self.has_work()
+
     def due(self) -> float:
         """When to call `step`, by the clock; 0: now. Later where KV is awaited: a sequence whose KV arrives while
         a step is on its way can be in the next one if that is not launched yet.

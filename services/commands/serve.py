@@ -19,6 +19,10 @@ from ..supervisor.parent import die_with
 parent_option = click.option("--parent", type=int, hidden=True, help="Supervisor's process id; die with it.")
 bars_option = click.option("--bars", is_flag=True, hidden=True, help="Nobody else writes to this terminal.")
 
+SWITCH_S = 0.0002
+"""After which a worker's busy thread lets another one run: what its engine tells a peer or a client must not wait for
+the five milliseconds of Python's default until the loop sends it."""
+
 WORKER_HELP = """
 {what}
 
@@ -94,6 +98,7 @@ def _worker(role: str, config: Path | None, parent: int | None, bars: bool, opti
     from ..worker.role_change import EXIT_CODES
     from ..worker.worker import serve
 
+    sys.setswitchinterval(SWITCH_S)
     next_role = uvloop.run(serve(settings, bars=bars))
     if next_role is not None:
         sys.exit(EXIT_CODES[next_role])

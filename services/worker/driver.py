@@ -151,7 +151,8 @@ class Driver:
             if now >= self._next_tick:
                 self._tick(now)
                 blocked = False
-            self._flush()
+            if blocked or self._stopping or not self.core.launches_only():
+                self._flush()  # else behind the launch, which the loop at work would hold up
             if self._stopping:
                 return
             if self.core.due() > self._clock():  # an event or a tick came first

@@ -208,3 +208,17 @@ def test_a_launch_waits_for_the_step_before_it_only_while_kv_is_awaited() -> Non
     for key in (running, awaited, long):
         assert engine.outputs[key] == engine.expected(key)
     assert max(runner.depths) == 2
+
+
+def test_a_step_waits_for_nothing_where_none_is_on_its_way() -> None:
+    engine, _ = lazy()
+    core = engine.core
+    assert not core.launches_only(), "there is no work"
+    key = engine.add(1, prompt_of(5), max_tokens=3)
+    assert core.launches_only()
+    engine.step()
+    assert core._flight is not None
+    assert not core.launches_only()
+    engine.drain()
+    assert engine.outputs[key] == engine.expected(key)
+    assert not core.launches_only()

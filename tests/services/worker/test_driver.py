@@ -56,6 +56,11 @@ class ScriptedCore:
         self.states: dict[SequenceKey, State] = {}
         self.threads: set[int] = set()
         self.due_at = 0.0
+        self.ahead = False
+        self.on_step: Callable[[], None] = lambda: None
+
+    def launches_only(self) -> bool:
+        return self.ahead and bool(self.steps)
 
     def due(self) -> float:
         return self.due_at
@@ -82,6 +87,7 @@ class ScriptedCore:
         self.count += 1
         if not self.steps:
             return StepResult()
+        self.on_step()
         result = self.steps.popleft()
         if isinstance(result, Exception):
             raise result
@@ -393,6 +399,34 @@ async def test_what_events_emit_leaves_before_the_next_step(bench: Bench) -> Non
     bench.handover.post(arrived)
     first, second = await bench.results.get(), await bench.results.get()
     assert [o.tokens[0].token_id for o in (*first.outputs, *second.outputs)] == [100, 101]
+
+
+async def test_it_leaves_behind_the_launch_of_a_step_that_waits_for_nothing(bench: Bench) -> None:
+    left = list[bool]()
+
+    def arrived() -> None:
+        bench.handover.emit(StepResult(outputs=[output(1, 100)], failures=[(key(9), TwostrokeError("lost"))]))
+        bench.core.steps.append(StepResult(progress=True))
+
+    bench.core.ahead = True
+    bench.core.on_step = lambda: left.append(not bench.driver._pending.outputs)
+    bench.handover.post(arrived)
+    result = await bench.results.get()
+    assert ([o.tokens[0].token_id for o in result.outputs], [k for k, _ in result.failures]) == ([100], [key(9)])
+    assert left == [False]
+    bench.core.ahead = False
+    bench.handover.post(arrived)
+    result = await bench.results.get()
+    assert [o.tokens[0].token_id for o in result.outputs] == [100]
+    await bench.settled()
+    assert left == [False, True]
+
+
+async def test_without_a_step_it_leaves_at_once(bench: Bench) -> None:
+    bench.core.ahead = True
+    bench.handover.post(lambda: bench.handover.emit(StepResult(outputs=[output(1, 100)])))
+    result = await bench.results.get()
+    assert [o.tokens[0].token_id for o in result.outputs] == [100]
 
 
 async def test_what_stepped_adds_follows_the_steps_outputs_in_the_same_call(bench: Bench) -> None:
