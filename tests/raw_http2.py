@@ -52,6 +52,11 @@ class Connection:
         self.pongs = 0
         self._flush()
 
+    @property
+    def most_calls(self) -> int:
+        """At once, as the other side has told by now."""
+        return self._protocol.remote_settings.max_concurrent_streams
+
     def _flush(self) -> None:
         self._writer.write(self._protocol.data_to_send())
 

@@ -43,6 +43,7 @@ class EnginePort(SidePort):
             _AlwaysOne(self._auth, who),
             lambda server: vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer(), server),
             (SERVICE,),
+            streams=settings.max_calls,  # a router's clients share its connection
         )
         logger.info("an LLM router is served on %s without a key, as tenant %s", self.address, who)
         if not is_local(settings.engine_listen) and settings.tls_client_ca is None:

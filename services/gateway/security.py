@@ -92,9 +92,16 @@ def shared_bounds(settings: GatewaySettings) -> Bounds:
 
 
 def door_server(
-    settings: GatewaySettings, auth: Authenticator, bounds: Bounds, admin_services: tuple[str, ...], *, tls: bool
+    settings: GatewaySettings,
+    auth: Authenticator,
+    bounds: Bounds,
+    admin_services: tuple[str, ...],
+    *,
+    tls: bool,
+    streams: int = 0,
 ) -> grpc.aio.Server:
-    """With the interceptors and limits that every port for clients has. `tls`: it will listen with certificates."""
+    """With the interceptors and limits that every port for clients has. `tls`: it will listen with certificates.
+    `streams`: calls at once of one connection; 0: as for clients."""
     arrival = Arrival(
         FieldCount(), settings.request_s, settings.stream_idle_s, room=bounds.arrivals.of, counted=bounds.calls.one
     )
@@ -105,7 +112,7 @@ def door_server(
         interceptors.append(AuthInterceptor(auth, admin_services=admin_services))
     limits = connection_limits(
         metadata_bytes=settings.max_metadata_bytes,
-        streams=settings.max_streams,
+        streams=streams or settings.max_streams,
         connections=settings.grpc_connections,
         idle_s=settings.connection_idle_s,
         age_s=settings.connection_age_s,

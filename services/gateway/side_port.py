@@ -31,14 +31,16 @@ class SidePort:
         *,
         admins: Sequence[str] = (),
         reflect: bool = False,
+        streams: int = 0,
     ) -> str:
         """Returns host:port. `field`: the setting that says where; `access`: who may call; `add`: adds the services,
-        whose `names` health, and with `reflect` reflection, tells; `admins`: services for admins alone. ConfigError
-        (field) where the address cannot be had.
+        whose `names` health, and with `reflect` reflection, tells; `admins`: services for admins alone; `streams`:
+        calls at once of one connection, 0: as at the doors. ConfigError (field) where the address cannot be had.
         """
         settings, listen = self._settings, str(getattr(self._settings, field))
         credentials = None if is_local(listen) else door_credentials(settings)
-        server = door_server(settings, access, self._bounds, tuple(admins), tls=credentials is not None)
+        tls = credentials is not None
+        server = door_server(settings, access, self._bounds, tuple(admins), tls=tls, streams=streams)
         add(server)
         self._health = await add_health_and_reflection(server, names, reflect=reflect)
         try:

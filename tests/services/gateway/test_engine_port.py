@@ -16,7 +16,8 @@ from twostroke.smg import vllm_engine_pb2 as pb
 from twostroke.smg.vllm_engine_pb2_grpc import VllmEngineStub
 from twostroke.v1 import inference_pb2, inference_pb2_grpc
 
-from ..cluster import refusal
+from ...raw_http2 import connected
+from ..cluster import refusal, until
 from ..stand_in_worker import Script, StandIn
 from .vllm_engine.engine_client import ends, engine, request
 
@@ -62,6 +63,15 @@ async def test_a_router_needs_no_key_there_and_everybody_else_does(tiny_llama_di
         model = inference_pb2.GetModelRequest()
         assert (await refusal(it.it.stub.GetModel(model))).code() is Code.UNAUTHENTICATED
         assert (await it.it.stub.GetModel(model, metadata=who)).model == "llama"
+
+
+async def test_all_clients_of_a_router_share_its_connection(tiny_llama_dir: Path) -> None:
+    async with (
+        engine(tiny_llama_dir, StandIn("both", "b0"), engine_listen=FREE, max_streams=2, max_calls=50) as it,
+        connected(it.it.address) as client,
+        connected(it.it.gateway.engine.address) as router,
+    ):
+        await until(lambda: (client.most_calls, router.most_calls) == (2, 50))
 
 
 async def test_one_that_is_shut_off_or_in_use(tiny_llama_dir: Path) -> None:
