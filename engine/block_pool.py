@@ -13,11 +13,11 @@ class BlockPool:
     """Reference-counted pages.
 
     A page is in one state: free; owned (by sequences, or held by tickets: each is a reference); cached (no
-    reference, but found by its content until it is needed for something else: evicted least recently used first); or
-    retiring (given up, but a launched step may still write it: free once the host has seen that step completed). A
-    ticket's reference outlives the sequence that it was for: a page that only tickets own is quarantined, because a
-    writer elsewhere may still write into it. The pool never breaks its own rules: a call that would raises
-    TwostrokeError.
+    reference, but found by its content until it is needed for something else: evicted least recently used first, or
+    with an old neighbour); or retiring (given up, but a launched step may still write it: free once the host has seen
+    that step completed). A ticket's reference outlives the sequence that it was for: a page that only tickets own is
+    quarantined, because a writer elsewhere may still write into it. The pool never breaks its own rules: a call that
+    would raises TwostrokeError.
     """
 
     def __init__(self, pages: int) -> None:
@@ -28,7 +28,8 @@ class BlockPool:
         self.prefix = PrefixCache()
         self._references = [0] * pages
         self._free = list(range(pages - 1, SINK, -1))  # a stack
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._evictable: OrderedDict[int, int] = OrderedDict()  # least recently used first; when it was, as a number
+        self._uses = 0  # that number, so far
         self._holds: dict[Hashable, tuple[int, ...]] = {}
         self._held: dict[int, int] = {}  # page: how many holds
         self._retiring: deque[tuple[int, int]] = deque()  # page, and the last step launched when it was given up
@@ -80,16 +81,27 @@ class BlockPool:
         """
         if count > self.free_pages:
             raise TwostrokeError(f"{count} pages wanted, {self.free_pages} free")
-        return sorted([self._take() for _ in range(count)])
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(pages) < count:
+            pages += self._evict(count - len(pages))
+        for page in pages:
+            self._references[page] = 1
+        return sorted(pages)
 
-    def _take(self) -> int:
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._evictable.popitem(last=False)
+    def _evict(self, most: int) -> list[int]:
+        """The cached page that was used least recently, and neighbours below it that are in the oldest quarter of all
+        uses: a pool full of cached pages would fall apart into single ones. Below, as a chain's last page is its
+        highest.
+        """
+        page, use = self._evictable.popitem(last=False)
+        evicted, old = [page], (3 * use + self._uses) // 4
+        while len(evicted) < most and self._evictable.get(page - 1, old + 1) <= old:
+            page -= 1
+            del self._evictable[page]
+            evicted.append(page)
+        for page in evicted:
             self.prefix.forget(page)
-        self._references[page] = 1
-        return page
+        return evicted
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each of `pages`, which are owned or cached."""
@@ -114,7 +126,8 @@ class BlockPool:
 
     def _retire(self, page: int) -> None:
         if self.prefix.digest_of(page) is not None:
-            self._evictable[page] = None  # whole: whoever is on its way reads it at most
+            self._uses += 1
+            self._evictable[page] = self._uses  # whole: whoever is on its way reads it at most
         elif self._completed < self._launched:
             self._retiring.append((page, self._launched))
         else:

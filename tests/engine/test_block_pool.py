@@ -1,5 +1,8 @@
 """BlockPool: one state a page, references, eviction order, holds and quarantine."""
 
+import random
+from itertools import pairwise
+
 import pytest
 
 from twostroke.engine.block_pool import BlockPool
@@ -86,6 +89,40 @@ def test_evicts_the_least_recently_used_chain_and_only_after_free_pages() -> Non
     assert fresh[0] not in (*first, *second)
     assert [pool.allocate(1) for _ in range(4)] == [[second[1]], [second[0]], [first[1]], [first[0]]]
     assert len(pool.prefix) == 0
+
+
+def cached_in_turn(order: list[int]) -> BlockPool:
+    """A pool whose pages are all cached, used last in this order."""
+    pool = BlockPool(len(order) + 1)
+    for page in pool.allocate(len(order)):
+        pool.register(page, digest(page))
+    for page in order:
+        pool.release([page])
+    return pool
+
+
+def test_an_old_neighbour_below_is_evicted_with_a_page_and_a_young_one_is_not() -> None:
+    pool = cached_in_turn(
+        [20, 30, 19, 10, 18, *(page for page in range(1, 41) if page not in (20, 30, 19, 10, 18, 9)), 9]
+    )
+    assert pool.allocate(3) == [18, 19, 20], "30 and 10 were used before 18"
+    assert pool.allocate(1) == [30]
+    assert pool.allocate(2) == [1, 10], "9 was used last"
+    assert pool.is_evictable(9)
+
+
+def test_a_pool_full_of_cached_pages_does_not_fall_apart() -> None:
+    draw, pool, live, pieces, taken = random.Random(7), BlockPool(1025), list[list[int]](), 0, 0
+    for turn in range(2000):
+        pages = pool.allocate(draw.randrange(8, 48))
+        pieces += sum(after != before + 1 for before, after in pairwise([-1, *pages]))
+        taken += len(pages)
+        for page in pages:
+            pool.register(page, b"%d-%d" % (turn, page))
+        live.append(pages)
+        if len(live) > 10:
+            pool.release(live.pop(draw.randrange(10)))
+    assert taken / pieces > 4, "pages a piece; 1.6 where only the oldest goes"
 
 
 def test_pages_taken_at_once_come_in_rising_order_whatever_freed_them() -> None:
