@@ -98,8 +98,22 @@ async def test_a_slow_one_is_ended_and_others_do_not_wait_for_it(tiny_llama_dir:
         await checks.check(GOOD[2])
         await checks.check(GOOD[3])
         assert not any(task.done() for task in slow)
-        assert all("longer than 1.5 s" in error.message for error in await asyncio.gather(*slow))
+        for error in await asyncio.gather(*slow):  # what it comes to first depends on the machine
+            assert "longer than 1.5 s" in error.message or "too large" in error.message
         await checks.check(GOOD[4])
+    finally:
+        await checks.stop()
+
+
+async def test_what_takes_too_long_is_ended(tiny_llama_dir: Path) -> None:
+    checks = ConstraintChecks(tiny_llama_dir, processes=1, compile_s=1.5)
+    try:
+        await checks.check(GOOD[1])
+        (child,) = children()
+        child.suspend()
+        assert "takes longer than 1.5 s" in (await refusal(checks, GOOD[2])).message
+        assert not child.is_running()
+        await checks.check(GOOD[3])  # by another process
     finally:
         await checks.stop()
 
