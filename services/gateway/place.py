@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...errors import DeadlineExceeded
 from ..security.tenant import Tenant
 from .ledger import Cost
 from .queue import Entry
@@ -42,9 +43,12 @@ class Place:
 
     def routed(self, prompt_tokens: int, wait_s: float, left_s: float | None) -> None:
         """`prompt_tokens`: that have to be computed, the others being cached. `wait_s`: for which prompts that were
-        sent before keep the worker busy; `left_s`: until the deadline. Overloaded where it would pass meanwhile."""
+        sent before keep the worker busy; `left_s`: until the deadline. Overloaded where it would pass meanwhile,
+        DeadlineExceeded where it has passed."""
         self._admission.queue.cached(self.entry, prompt_tokens)
         wait_s *= self._admission.queue.share_ahead(self.entry.priority)
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("the deadline passed")
         if left_s is not None and CERTAIN * wait_s > left_s:
             self._admission.refuse_late(self.tenant, wait_s, left_s)
 

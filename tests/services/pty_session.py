@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 PATIENCE_S = 30.0
 AGAIN_S = 3.0
 _TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # a shell has what it runs in the background ignore it
     "os.execv(sys.executable, [sys.executable, '-m', 'twostroke.services.cli', *sys.argv[1:]])"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\x07")

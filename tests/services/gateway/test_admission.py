@@ -268,6 +268,8 @@ async def test_deadlines_within_the_queue() -> None:
             with it.slot(priority=priority) as place:
                 place.routed(1, 10.0, 0.7 * 10.0 * share + 0.01)
                 place.routed(1, 10.0, None)
+                with pytest.raises(DeadlineExceeded):
+                    place.routed(1, 0.0, -0.001)
                 if share:
                     error = refused(lambda place=place, share=share: place.routed(1, 10.0, 0.69 * 10 * share))
                     assert f"about {10 * share:.1f} s more" in error.message
