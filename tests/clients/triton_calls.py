@@ -18,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 MODEL = "smollm2-135m"
 PROMPTS = {"a": "The lighthouse keeper wrote in his journal", "b": "Once upon a time", "c": "Photosynthesis is"}
 GREEDY = {"temperature": 0, "max_tokens": 20}
+ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
 
 
 def text(name: str, *values: str, shape: Any = None, kind: Any = triton) -> Any:
@@ -110,8 +111,8 @@ def errors(client: Any, _: str) -> Any:
         "value": lambda: client.infer(MODEL, inputs("x"), parameters={"top_p": 7.0}),
         "stream": lambda: client.infer(MODEL, inputs("x", truth("stream"))),
         "length": lambda: client.infer(MODEL, inputs("word " * 20_000)),
-        "deadline": lambda: client.infer(MODEL, inputs("x", sampling={"max_tokens": 4000}), client_timeout=0.3),
-        "timeout": lambda: client.infer(MODEL, inputs("x", sampling={"max_tokens": 4000}), timeout=200_000),
+        "deadline": lambda: client.infer(MODEL, inputs("x", sampling=ENDLESS), client_timeout=0.3),
+        "timeout": lambda: client.infer(MODEL, inputs("x", sampling=ENDLESS), timeout=200_000),
     }
     return {name: refusal(call) for name, call in cases.items()}
 
@@ -166,15 +167,14 @@ def cancels(client: Any, _: str) -> Any:
     """A stream that is given up, and a response that nobody waits for."""
     heard = Heard()
     client.start_stream(callback=heard)
-    long = {"max_tokens": 4000, "ignore_eos": True}
     for name in "xyz":
-        client.async_stream_infer(MODEL, inputs("Once", truth("stream"), sampling=long), request_id=name)
+        client.async_stream_infer(MODEL, inputs("Once", truth("stream"), sampling=ENDLESS), request_id=name)
     pieces = [heard.queue.get(timeout=60) for _ in range(6)]
     client.stop_stream(cancel_requests=True)
     rest = []
     while not heard.queue.empty():
         rest.append(heard.queue.get())
-    context = client.async_infer(MODEL, inputs("Once", sampling=long), callback=heard)
+    context = client.async_infer(MODEL, inputs("Once", sampling=ENDLESS), callback=heard)
     context.cancel()
     _, error = heard.queue.get(timeout=60)
     return {
