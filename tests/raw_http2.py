@@ -19,6 +19,18 @@ from h2.events import (
     TrailersReceived,
 )
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One, whatever it says."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header by HPACK, as it is; each up to 126 bytes."""
+    return b"\0%c%b%c%b" % (len(name), name, len(value), value)
+
 
 @dataclass
 class Call:

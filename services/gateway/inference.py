@@ -4,10 +4,10 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from itertools import count, islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -41,6 +41,7 @@ REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
 METADATA_S = 1.0  # most time for the initial metadata to leave
 
+M = TypeVar("M")
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 TokenizeContext: TypeAlias = grpc.aio.ServicerContext[pb.TokenizeRequest, Awaitable[pb.TokenizeResponse]]
 ModelContext: TypeAlias = grpc.aio.ServicerContext[pb.GetModelRequest, Awaitable[pb.GetModelResponse]]
@@ -160,6 +161,20 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
         task.add_done_callback(_seen)
         await asyncio.wait([task], timeout=METADATA_S)
         raise
+
+
+def writer(context: grpc.aio.ServicerContext[Any, M]) -> Callable[[M], Awaitable[None]]:
+    """Writes a call's messages. The initial metadata leaves with the first one: a refusal before it can be tried again."""
+    begun = False
+
+    async def write(message: M) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            await uninterrupted(context.send_initial_metadata(()))
+        await context.write(message)
+
+    return write
 
 
 def _seen(task: "asyncio.Task[None]") -> None:

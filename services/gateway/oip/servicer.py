@@ -13,7 +13,7 @@ from ....oip import grpc_service_pb2_grpc
 from ...security.tenant import Tenant, serve_as
 from ..generation import Input, Piece, TextInput, TokenInput
 from ..http.logprobs import TokenNames
-from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left, uninterrupted
+from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left, writer
 from ..lifecycle import Lifecycle
 from .infer_stream import InferStream, Write
 from .reply import Reply
@@ -122,19 +122,10 @@ class OpenInferenceServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
             await self._generate(asked, context, send, note if asked.stream else _ignore)
 
-        begun = False
-
-        async def put(message: pb.ModelStreamInferResponse) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                await uninterrupted(context.send_initial_metadata(()))
-            await context.write(message)
-
         limits = self._limits
         stream = InferStream(
             run,
-            put,
+            writer(context),
             slow_reader_s=limits.slow_reader_s,
             keep_alive_s=limits.keep_alive_s,
             idle_s=limits.stream_idle_s,

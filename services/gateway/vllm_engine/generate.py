@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
@@ -12,7 +11,7 @@ import grpc.aio
 from ....smg import vllm_engine_pb2 as pb
 from ...security.tenant import current_tenant
 from ..generation import GenerationRequest, Piece, TextInput, TokenInput
-from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left, uninterrupted
+from ..inference import REQUEST_ID_KEY, TRACEPARENT_KEY, metadata, time_left, writer
 from ..keep_alive import KeepAlive
 from ..lifecycle import Lifecycle
 from ..validation import check_request_id
@@ -59,7 +58,7 @@ class Generate:
                 wanted = Wanted(request.tokenized.input_ids, request.sampling_params)
                 reply = self._reply(wanted, stream=request.stream)
                 quiet_s = self._keep_alive_s if request.stream else 0
-                async with KeepAlive(_writer(context), reply.sign, quiet_s) as stream, Outlet(stream.write) as out:
+                async with KeepAlive(writer(context), reply.sign, quiet_s) as stream, Outlet(stream.write) as out:
                     try:
                         async with ending.watching():
                             await self._answer(plain, wanted, reply, out)
@@ -108,16 +107,3 @@ def _read(request: pb.GenerateRequest, request_id: str, context: Context) -> Gen
         timeout_s=time_left(context.time_remaining()),
         traceparent=metadata(context, TRACEPARENT_KEY),
     )
-
-
-def _writer(context: Context) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-    begun = False
-
-    async def write(message: pb.GenerateResponse) -> None:
-        nonlocal begun
-        if not begun:  # not before there is something to say: a refusal without it can be tried again
-            begun = True
-            await uninterrupted(context.send_initial_metadata(()))
-        await context.write(message)
-
-    return write

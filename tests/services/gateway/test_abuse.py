@@ -6,7 +6,7 @@ import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from twostroke.services.grpc_setup import open_channel
 from twostroke.v1 import inference_pb2 as pb
 
+from ...raw_http2 import PREFACE, frame, literal
 from ..cluster import Cluster, cluster, text_request, token_ids, until
 from ..engine_fuzz import draw_message
 from ..http_client import request_bytes
@@ -59,6 +60,14 @@ async def beside_a_neighbour(it: Cluster) -> AsyncIterator[None]:
     finally:
         done.set()
         assert await task > 0
+
+
+async def checked(it: Cluster, channel: grpc.Channel, check: Callable[[], None]) -> None:
+    """Runs a check that sends by `channel`, beside a neighbour; nothing is left of it."""
+    async with beside_a_neighbour(it):
+        await asyncio.to_thread(check)
+    channel.close()
+    await it.idle()
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
@@ -134,10 +143,7 @@ async def test_bytes_that_mean_nothing_are_refused(tiny_llama_dir: Path, example
                 assert code not in FAULTS, (method, data, error.details())
             seen[code] += 1
 
-        async with beside_a_neighbour(it):
-            await asyncio.to_thread(check)
-        channel.close()
-        await it.idle()
+        await checked(it, channel, check)
     assert seen[Code.INVALID_ARGUMENT] > 0
 
 
@@ -185,10 +191,7 @@ async def test_messages_of_any_kind_are_answered_or_refused(tiny_llama_dir: Path
                 assert sum(piece.HasField("finish") for piece in pieces) == (request.n or 1)
             seen[code] += 1
 
-        async with beside_a_neighbour(it):
-            await asyncio.to_thread(check)
-        channel.close()
-        await it.idle()
+        await checked(it, channel, check)
     assert seen[Code.INVALID_ARGUMENT] > 0
     assert seen[Code.OK] > 0
 
@@ -196,21 +199,15 @@ async def test_messages_of_any_kind_are_answered_or_refused(tiny_llama_dir: Path
 def endless(streams: int) -> bytes:
     """A connection that grants all there is, and so many requests for all tokens that there are."""
 
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-    def header(name: bytes, value: bytes) -> bytes:
-        return b"\0%c%b%c%b" % (len(name), name, len(value), value)
-
     head = b"".join(
-        header(name, value)
+        literal(name, value)
         for name, value in (
             (b":method", b"POST"), (b":scheme", b"http"), (b":path", GENERATE.encode()), (b":authority", b"test"),
             (b"content-type", b"application/grpc"), (b"te", b"trailers"),
         )
     )  # fmt: skip
     body = text_request(logprobs=20, n=16).SerializeToString()
-    parts = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", frame(4, 0, 0, struct.pack(">HI", 4, WINDOW))]
+    parts = [PREFACE, frame(4, 0, 0, struct.pack(">HI", 4, WINDOW))]
     parts.append(frame(8, 0, 0, struct.pack(">I", WINDOW - 65_535)))
     for number in range(streams):
         parts.append(frame(1, 4, 2 * number + 1, head))

@@ -14,10 +14,10 @@ import pytest
 
 from twostroke.services.gateway.doors import INFERENCE
 
+from ...raw_http2 import PREFACE, frame, literal
 from ..cluster import Cluster, cluster, text_request, token_ids, until
 from ..stand_in_worker import Script, StandIn
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, WINDOW, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
 ENDS, HEAD_ENDS = 1, 4
 CANCEL = struct.pack(">I", 8)
@@ -27,18 +27,9 @@ ENOUGH = 64 << 20  # bytes that a flood may cost
 Flood = Callable[[], Iterator[bytes]]
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def field(name: bytes, value: bytes) -> bytes:
-    """By HPACK, as it is."""
-    return b"\0%c%b%c%b" % (len(name), name, len(value), value)
-
-
 def head(path: str = f"/{INFERENCE}/Generate") -> bytes:
     told = {b":method": b"POST", b":scheme": b"http", b":path": path.encode(), b":authority": b"test"}
-    return b"".join(field(*item) for item in {**told, b"content-type": b"application/grpc"}.items())
+    return b"".join(literal(*item) for item in {**told, b"content-type": b"application/grpc"}.items())
 
 
 def calls(*, path: str = f"/{INFERENCE}/Generate", body: bool = False, reset: bool = True) -> Iterator[bytes]:
@@ -64,7 +55,7 @@ def large_head() -> Iterator[bytes]:
     """One that does not end."""
     yield frame(HEADERS, 0, 1, head())
     while True:
-        yield frame(CONTINUATION, 0, 1, field(b"x-a", b"y" * 100) * AT_ONCE)
+        yield frame(CONTINUATION, 0, 1, literal(b"x-a", b"y" * 100) * AT_ONCE)
 
 
 def empty_parts() -> Iterator[bytes]:
