@@ -164,7 +164,7 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
 
 
 def writer(context: grpc.aio.ServicerContext[Any, M]) -> Callable[[M], Awaitable[None]]:
-    """Writes a call's messages. The initial metadata leaves with the first one: a refusal before it can be tried again."""
+    """Writes a call's messages. Its metadata leave with the first one: a refusal before that can be tried again."""
     begun = False
 
     async def write(message: M) -> None:
