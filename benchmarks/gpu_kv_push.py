@@ -115,6 +115,12 @@ class Pusher:
         self.source.close()
 
 
+def in_pieces(count: int, pieces: int) -> tuple[int, ...]:
+    """`count` pages from 1 on as so many stretches of neighbours, the last of them first."""
+    stretches = torch.arange(1, count + 1).tensor_split(pieces)
+    return tuple(torch.cat(stretches[::-1]).tolist())
+
+
 class Run:
     """What is measured, and where it is written."""
 
@@ -155,18 +161,16 @@ class Run:
     def host(self, pusher: Pusher, context: int) -> None:
         """Microseconds that starting copies takes, all of it, over the layers of a prompt."""
         count = context // self.args.page_size
-        for name in ("scattered", "in a row"):
+        for pieces in sorted({1, count, *(pieces for pieces in self.args.pieces if 1 < pieces < count)}):
+            name = {1: "in a row", count: "scattered"}.get(pieces, f"in {pieces} pieces")
             took: list[float] = []
             for repeat in range(self.args.repeats + 3):
                 pusher.tickets += 1
-                order = torch.randperm(pusher.source.pages - 1)[:count].add(1).tolist()
-                src, dst = tuple(order), tuple(reversed(order))
-                if name == "in a row":
-                    src = dst = tuple(range(1, count + 1))
+                pages = in_pieces(count, pieces)
                 begun = time.perf_counter()
                 for end in pusher.stretches:
                     pusher.source.written(end)
-                    pusher.push(end, src, dst)
+                    pusher.push(end, pages, pages)
                 if repeat >= 3:
                     took.append((time.perf_counter() - begun) * 1e6 / pusher.source.layers)
                 pusher.settle()
@@ -274,6 +278,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer", default=second, help="the GPU of the pool that is pushed into")
     parser.add_argument("--context", type=int, nargs="*", default=[1024, 4096, 8192, 16384], help="prompts' tokens")
     parser.add_argument("--layer", type=int, default=8192, help="tokens of the layer whose speed is measured")
+    parser.add_argument(
+        "--pieces", type=int, nargs="*", default=[13, 22], help="stretches of neighbours that a prompt's pages are"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--own", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(device="cuda:0")

@@ -21,11 +21,14 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "colocated": ("both", "both"),
     "disaggregated": ("prefill", "decode"),
     "null": ("prefill", "decode"),
+    "timed": ("prefill", "decode"),
     "one": ("both",),
 }
 START_S = 240.0
-NULL = Path(__file__).with_name("null_worker.py")
 CLI = ("-m", "twostroke.services.cli")
+PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the workers, where it is not the command itself
+    mode: (str(Path(__file__).with_name(f"{mode}_worker.py")),) for mode in ("null", "timed")
+}
 
 
 def model_directory(config: Path, directory: Path, **changes: Any) -> Path:
@@ -87,7 +90,7 @@ def running(
         ports = free_ports(len(roles) + 1)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for number, role in enumerate(roles):
-            program = (str(NULL),) if mode == "null" else CLI
+            program = PROGRAMS.get(mode, CLI)
             place = ("--listen", addresses[number], "--device", devices[number % len(devices)])
             stack.start(f"{mode}-{role}-{number}", *program, role, *place, "--model", str(model),
                         "--load-format", "dummy", *worker)  # fmt: skip

@@ -15,6 +15,7 @@ ORDER = (
     "prefill",
     "pd_idle",
     "pd_load",
+    "pd_handover",
     "kv_push",
     "mixed",
     "gpu_idle",

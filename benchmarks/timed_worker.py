@@ -1,0 +1,159 @@
+"""A worker that tells when each station of a hand-over was reached, by the clock that the processes of a host share.
+
+`TWOSTROKE_TIMES=FILE python benchmarks/timed_worker.py prefill ...`: as `twostroke prefill ...`; appends JSON lines
+`{"request", "station", "at"}` (seconds) to FILE, twice a second. The stations in order: `STATIONS`.
+"""
+
+import functools
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twostroke.engine.core import EngineCore
+from twostroke.kvtransfer.event_waiter import EventWaiter
+from twostroke.kvtransfer.messages import Complete
+from twostroke.kvtransfer.pushes import Pushes
+from twostroke.services.cli import main
+from twostroke.services.handover import link_server
+from twostroke.services.handover.decode import DecodeHandover
+from twostroke.services.handover.link_client import LinkClient
+from twostroke.services.handover.prefill import PrefillHandover
+from twostroke.services.worker.driver import Driver
+
+STATIONS = (
+    "computed",  # the prefill worker's host sees the prompt computed (a thread that waits for nothing else)
+    "taken in",  # its engine's thread has the tokens
+    "complete",  # `Complete` is made up: the last copy was seen to be done
+    "written",  # its loop encodes that
+    "received",  # the decode worker's loop has it
+    "read",  # its engine's thread has it
+    "arrived",  # the KV is verified and the sequence joins the batch
+    "launch",  # its first decode step is about to be launched
+    "launched",
+)
+
+
+class Times:
+    """What was seen, until it is written."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: lines are appended there."""
+        self._path = path
+        self._seen: deque[tuple[str, str, float]] = deque()
+
+    def note(self, request: object, station: str, at: float | None = None) -> None:
+        """Any thread."""
+        self._seen.append((str(request), station, time.monotonic() if at is None else at))
+
+    def write(self) -> None:
+        """All that was noted."""
+        lines = []
+        while self._seen:
+            request, station, at = self._seen.popleft()
+            lines.append(json.dumps({"request": request, "station": station, "at": at}) + "\n")
+        if lines:
+            with self._path.open("a") as file:
+                file.writelines(lines)
+
+
+def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts `wrapper(original, *arguments)` in the place of `owner.name`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(original, *arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def patch(times: Times) -> None:
+    """Each station."""
+    keys: dict[int, str] = {}  # by ticket: one prefill worker and one decode worker
+    waits = threading.local()
+    awaited: set[str] = set()
+    last = [0.0]  # when a step was seen computed
+
+    def wait(original: Any, self: Any) -> None:
+        waits.steps = threading.current_thread().name == "step-wait"
+        original(self)
+
+    def add(original: Any, self: Any, event: Any, seen: Any) -> None:
+        def told(error: Exception | None) -> None:
+            if getattr(waits, "steps", False):
+                last[0] = time.monotonic()
+            seen(error)
+
+        original(self, event, told)
+
+    def stepped(original: Any, self: Any, result: Any) -> Any:
+        for key in result.prefilled:
+            now = time.monotonic()
+            times.note(key, "computed", last[0] or now)
+            times.note(key, "taken in", now)
+        last[0] = 0.0
+        return original(self, result)
+
+    def say_complete(original: Any, self: Any, push: Any) -> Any:
+        keys[push.ticket.ticket] = str(push.ticket.key)
+        times.note(push.ticket.key, "complete")
+        return original(self, push)
+
+    def encode(original: Any, message: Any) -> Any:
+        if isinstance(message, Complete):
+            times.note(keys[message.ticket], "written")
+        return original(message)
+
+    def opened(original: Any, self: Any, reservation: Any) -> None:
+        original(self, reservation)
+        keys[self.reader._peers[reservation.writer].last_ticket] = str(reservation.key)
+        awaited.add(str(reservation.key))
+
+    def received(original: Any, self: Any, link: Any, message: Any) -> None:
+        if isinstance(message, Complete):
+            times.note(keys[message.ticket], "received")
+        original(self, link, message)
+
+    def on_message(original: Any, self: Any, writer: int, message: Any) -> None:
+        if isinstance(message, Complete):
+            times.note(keys[message.ticket], "read")
+        original(self, writer, message)
+
+    def arrived(original: Any, self: Any, message: Any) -> None:
+        original(self, message)
+        times.note(message.key, "arrived")
+
+    def launch(original: Any, self: Any, plan: Any, hook: Any) -> Any:
+        begun = time.monotonic()
+        flight = original(self, plan, hook)
+        for key in {str(sequence.key) for sequence in plan.sequences} & awaited:
+            awaited.discard(key)
+            times.note(key, "launch", begun)
+            times.note(key, "launched")
+        return flight
+
+    def tick(original: Any, self: Any, now: float) -> None:
+        original(self, now)
+        times.write()
+
+    around(EventWaiter, "_run", wait)
+    around(EventWaiter, "add", add)
+    around(PrefillHandover, "stepped", stepped)
+    around(Pushes, "say_complete", say_complete)
+    around(link_server, "from_writer", encode)
+    around(DecodeHandover, "_open", opened)
+    around(LinkClient, "received", received)
+    around(DecodeHandover, "_on_message", on_message)
+    around(DecodeHandover, "_arrived", arrived)
+    around(EngineCore, "_launch", launch)
+    around(Driver, "_tick", tick)
+
+
+if __name__ == "__main__":
+    patch(Times(Path(os.environ["TWOSTROKE_TIMES"])))
+    main()
