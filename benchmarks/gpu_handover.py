@@ -116,7 +116,7 @@ def main() -> None:
         logs = args.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         seen = logs / "times.jsonl"
-        seen.touch()
+        seen.write_text("")
         os.environ["TWOSTROKE_TIMES"] = str(seen.absolute())
         model = pd_stack.model_directory(args.config, Path(scratch))
         flags = ("--dtype", args.dtype, *args.worker)

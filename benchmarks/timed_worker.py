@@ -19,9 +19,8 @@ from twostroke.kvtransfer.event_waiter import EventWaiter
 from twostroke.kvtransfer.messages import Complete
 from twostroke.kvtransfer.pushes import Pushes
 from twostroke.services.cli import main
-from twostroke.services.handover import link_server
+from twostroke.services.handover import lane
 from twostroke.services.handover.decode import DecodeHandover
-from twostroke.services.handover.link_client import LinkClient
 from twostroke.services.handover.prefill import PrefillHandover
 from twostroke.services.worker.driver import Driver
 
@@ -29,8 +28,8 @@ STATIONS = (
     "computed",  # the prefill worker's host sees the prompt computed (a thread that waits for nothing else)
     "taken in",  # its engine's thread has the tokens
     "complete",  # `Complete` is made up: the last copy was seen to be done
-    "written",  # its loop encodes that
-    "received",  # the decode worker's loop has it
+    "written",  # and goes on its way
+    "received",  # a thread of the decode worker has it
     "read",  # its engine's thread has it
     "arrived",  # the KV is verified and the sequence joins the batch
     "launch",  # its first decode step is about to be launched
@@ -114,10 +113,10 @@ def patch(times: Times) -> None:
         keys[self.reader._peers[reservation.writer].last_ticket] = str(reservation.key)
         awaited.add(str(reservation.key))
 
-    def received(original: Any, self: Any, link: Any, message: Any) -> None:
+    def received(original: Any, self: Any, writer: int, message: Any) -> None:
         if isinstance(message, Complete):
             times.note(keys[message.ticket], "received")
-        original(self, link, message)
+        original(self, writer, message)
 
     def on_message(original: Any, self: Any, writer: int, message: Any) -> None:
         if isinstance(message, Complete):
@@ -145,9 +144,9 @@ def patch(times: Times) -> None:
     around(EventWaiter, "add", add)
     around(PrefillHandover, "stepped", stepped)
     around(Pushes, "say_complete", say_complete)
-    around(link_server, "from_writer", encode)
+    around(lane, "from_writer", encode)
     around(DecodeHandover, "_open", opened)
-    around(LinkClient, "received", received)
+    around(DecodeHandover, "received", received)
     around(DecodeHandover, "_on_message", on_message)
     around(DecodeHandover, "_arrived", arrived)
     around(EngineCore, "_launch", launch)

@@ -143,7 +143,7 @@ class EngineCore:
             return
         sequence.released = True
         if sequence.reported:
-            self._roster.drop(sequence)
+            self._roster.release(sequence)
 
     def kv_arrived(self, key: SequenceKey, first: Token, finish: FinishReason | None) -> SequenceOutput | None:
         """`samples_arrived` for a single sample: the output that repeats token 0, or None."""
@@ -216,12 +216,14 @@ class EngineCore:
         if before is not None and before.plan.decisive:
             self._take_in(before, result, wait)
             before = self._flight = None
+        if len(self._roster.waiting):  # they may want the pages
+            self._roster.publish_all()
         plan = self._scheduler.schedule(self._clock())
         result.reserved, result.preempted = plan.reserved, plan.preempted
         self._preemptions += len(plan.preempted)
         result.progress |= bool(plan.rows or plan.reserved or plan.preempted)
         flight = self._launch(plan, hook) if plan.rows else None
-        self._roster.publish_arrived()
+        self._roster.publish_all()
         if before is not None:
             self._take_in(before, result, wait)
         if flight is not None and plan.constrained:
@@ -269,6 +271,12 @@ class EngineCore:
             self.pool.completed()
             self._meter.note(flight.began, self._clock(), flight.plan.prompt_tokens, flight.plan.decoding)
             self._postprocessor.advance(flight, tokens, result)
+
+    def publish(self) -> None:
+        """Lets prompts that come find the pages that were computed, or that arrived, of late, for some microseconds a
+        page. For when there is nothing else to do: steps do it too.
+        """
+        self._roster.publish_all()
 
     def load(self) -> Load:
         """How busy this engine is."""

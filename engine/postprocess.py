@@ -93,7 +93,9 @@ class Postprocessor:
             self.prefilled_tokens += len(row.token_ids)
             sequence.computed += len(row.token_ids)
             sequence.unseen -= row.sample
-            self._roster.publish(sequence)
+            done = sequence.prefill_only and sequence.computed == len(sequence.tokens)
+            if not done:  # else behind the hand-over, for which a client waits
+                self._roster.publish(sequence)
             if row.scoring is not None:
                 result.outputs.append(self._scored(sequence, row.scoring))
             if row.sample:
@@ -101,7 +103,7 @@ class Postprocessor:
                     self._fail_drawing(sequence, result)
                     continue
                 self._take(sequence, own, result)
-            if sequence.prefill_only and sequence.computed == len(sequence.tokens):
+            if done:
                 result.prefilled.append(sequence.key)
                 self._end_prefill(sequence)
 
@@ -193,7 +195,7 @@ class Postprocessor:
 
     def _end_prefill(self, sequence: Sequence) -> None:
         if sequence.released:
-            self._roster.drop(sequence)
+            self._roster.release(sequence)
         else:
             self._roster.park(sequence)
 

@@ -28,7 +28,7 @@ class Roster:
         self.constrained = 0  # live sequences whose output is constrained
         self.expected = 0  # places in the batch that admitted sequences keep for their siblings
         self._preempted: list[Sequence] = []
-        self._arrived: list[Sequence] = []
+        self._unpublished: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence waits."""
@@ -67,13 +67,13 @@ class Roster:
         self.expected += self._places(sequence)
 
     def arrive(self, sequence: Sequence) -> None:
-        """The KV of all positions below `base` is in its pages; others find them from `publish_arrived` on."""
+        """The KV of all positions below `base` is in its pages; others find them from `publish_all` on."""
         del self.awaiting[sequence.key]
         sequence.computed = sequence.launched = sequence.base
-        if sequence.siblings or len(self.waiting):  # they take its pages over as they are, or may want them at once
+        if sequence.siblings:  # they take its pages over as they are
             self.publish(sequence)
         else:
-            self._arrived.append(sequence)
+            self._unpublished.append(sequence)
         sequence.state = State.RUNNING
         self.running[sequence.key] = sequence
 
@@ -131,21 +131,28 @@ class Roster:
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : full], sequence.key)
         sequence.registered = full
 
-    def publish_arrived(self) -> None:
-        """Of those that arrived. Later than `arrive`: a long prompt has many pages, and a client waits for token 1."""
-        if self._arrived:
-            arrived, self._arrived = self._arrived, []
-            for sequence in arrived:  # one that ended meanwhile has no pages
+    def publish_all(self) -> None:
+        """Of those that arrived or were parked. A long prompt has many pages, and a client waits for its next token."""
+        if self._unpublished:
+            unpublished, self._unpublished = self._unpublished, []
+            for sequence in unpublished:  # one that ended meanwhile has no pages
                 self.publish(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """A PREFILL sequence is done: only its pages are still wanted."""
+        """A PREFILL sequence is done: only its pages are still wanted. Others find them from `publish_all` on."""
         del self.running[sequence.key]
         sequence.state = State.HELD
         self.held[sequence.key] = sequence
+        self._unpublished.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """A PREFILL sequence is done, and nobody wants its pages either."""
+        self.publish(sequence)
+        self.drop(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running or held sequence's pages; it recomputes later. It waits from `requeue` on, not earlier."""
+        self.publish(sequence)  # it will look for them itself
         del (self.running if sequence.state is State.RUNNING else self.held)[sequence.key]
         self._give_back(sequence)
         sequence.state = State.WAITING  # after its siblings' places were given back

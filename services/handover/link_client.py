@@ -10,6 +10,7 @@ from ...v1 import worker_pb2 as pb
 from ..grpc_setup import open_channel
 from ..identity import ProcessIdentity
 from .handover import PeerAddress
+from .lane import LaneEnd
 from .link_events import WriterEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness
@@ -56,12 +57,17 @@ class LinkClient:
         self._queue_limit = queue_limit
         self._loop = asyncio.get_running_loop()
         self._events: WriterEvents | None = None
+        self._lane: LaneEnd | None = None
         self._links: dict[int, WriterLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, events: WriterEvents) -> None:
         """Before the first `want`."""
         self._events = events
+        try:
+            self._lane = LaneEnd(self._from_lane)
+        except OSError as error:
+            log.info("what completes a hand-over comes by its link only: %s", error)
 
     def want(self, peers: Iterable[PeerAddress]) -> None:
         """Any thread: links with these shall stand. Idempotent; needed again after `writer_refused`."""
@@ -74,6 +80,9 @@ class LinkClient:
     async def stop(self) -> None:
         """Ends all links. Nothing is told to the events any more."""
         self._events = None
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
         links = list(self._links.values())
         self._links.clear()
         for link in links:
@@ -105,6 +114,7 @@ class LinkClient:
             format=self.form,
             pool=self._offer.message(),
             expected_incarnation=peer.incarnation,
+            lane=None if self._lane is None else self._lane.offer(peer.incarnation),
         )
 
     def queue(self) -> LinkQueue[FromReader]:
@@ -137,6 +147,12 @@ class LinkClient:
         """A message came on it."""
         if self._events is not None and link.peer.incarnation in self._links:
             self._events.received(link.peer.incarnation, message)
+
+    def _from_lane(self, writer: int, message: FromWriter) -> None:
+        """As `received`, on the lane's thread."""
+        events = self._events
+        if events is not None and writer in self._links:
+            events.received(writer, message)
 
     def dead(self, link: WriterLink) -> None:
         """The peer's end is proven. A `Complete` that it sent before may still wait in the stream."""

@@ -44,7 +44,9 @@ class ReaderLinks(Protocol):
 
 
 class WriterEvents(Protocol):
-    """What links tell the decode side. Called on the event loop in order; must not block."""
+    """What links tell the decode side. Called on the event loop in order; must not block. A `Complete` may come twice:
+    first from a lane's thread, whatever was told before it by the link or has yet to be.
+    """
 
     def writer_up(self, writer: int) -> None:
         """A link stands."""

@@ -12,6 +12,7 @@ from ...kvtransfer.messages import FromWriter
 from ...kvtransfer.process import ProcessHandle
 from ...v1 import worker_pb2 as pb
 from ..identity import ProcessIdentity, read_identity
+from .lane import Lanes
 from .link_events import ReaderEvents
 from .link_queue import HEARTBEAT_S, LIMIT, LinkQueue
 from .liveness import Liveness, PeerWatch
@@ -74,6 +75,7 @@ class LinkServer:
         self._loop = asyncio.get_running_loop()
         self._events: ReaderEvents | None = None
         self._readers: dict[int, _Reader] = {}
+        self._lanes = Lanes(identity)
         self._dead: OrderedDict[int, None] = OrderedDict()
         self._refusals: OrderedDict[str, None] = OrderedDict()
 
@@ -83,6 +85,7 @@ class LinkServer:
 
     def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
         """Any thread: messages for readers; dropped where no link stands."""
+        self._lanes.send(batches)
         self._loop.call_soon_threadsafe(self._put, batches)
 
     def stop(self) -> None:
@@ -93,6 +96,7 @@ class LinkServer:
             if reader.queue is not None:
                 reader.queue.end()
         self._readers.clear()
+        self._lanes.close_all()
 
     def drop(self, reader: int) -> None:
         """Breaks the link with a reader; it will come again."""
@@ -127,7 +131,7 @@ class LinkServer:
                 reader = self._admit(identity, offer, handle, opened, stack)
             if reader is None:
                 raise Unavailable("the peer was lost meanwhile")
-        await self._run(reader, requests, context)
+        await self._run(reader, hello.lane, requests, context)
 
     def _check(self, hello: pb.DecodeHello) -> tuple[ProcessIdentity, PoolOffer]:
         if self._events is None:
@@ -201,11 +205,14 @@ class LinkServer:
         reader = self._readers[incarnation] = _Reader(identity, offer, opened, watch)
         return reader
 
-    async def _run(self, reader: _Reader, requests: AsyncIterator[pb.FromDecode], context: LinkContext) -> None:
+    async def _run(
+        self, reader: _Reader, lane: pb.Lane, requests: AsyncIterator[pb.FromDecode], context: LinkContext
+    ) -> None:
         if reader.queue is not None:  # an older stream that is not yet known to be broken
             reader.queue.end()
             self._down(reader, reader.queue)
         queue = reader.queue = LinkQueue[FromWriter](limit=self._queue_limit, heartbeat_s=self._heartbeat_s)
+        self._lanes.open(reader.identity, lane)
         reader.watch.heard()
         if self._events is not None:
             self._events.reader_up(reader.identity.incarnation, reader.offer, reader.opened)
@@ -237,6 +244,7 @@ class LinkServer:
         if reader.queue is not queue:
             return
         reader.queue = None
+        self._lanes.close(reader.identity.incarnation)
         if self._events is not None and reader.identity.incarnation in self._readers:
             log.info("link with %s broke", reader.identity.name)
             self._events.reader_down(reader.identity.incarnation)

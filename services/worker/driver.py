@@ -162,6 +162,7 @@ class Driver:
                 self.load = self.core.load()
                 self._next_load = now + LOAD_S
             if blocked:
+                self.core.publish()
                 self._check_when_idle()
 
     def _run_events(self, *, wait: bool, until: float) -> bool:

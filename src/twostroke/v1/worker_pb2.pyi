@@ -1421,6 +1421,34 @@ class TransportOffer(_message.Message):
 Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 
 @_typing.final
+class Lane(_message.Message):
+    """/ A socket for datagrams of one host: what completes a ticket may be sent there too, to arrive the sooner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    address: _builtins.bytes
+    """/ Of the decode worker's socket: a name in the abstract namespace of Unix domain sockets, its zero byte first."""
+    secret: _builtins.bytes
+    """/ What each datagram of this prefill worker carries behind its incarnation (8 bytes, big-endian) and before the
+    / `FromPrefill`.
+    """
+    def __init__(
+        self,
+        *,
+        address: _builtins.bytes = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
+@_typing.final
 class DecodeHello(_message.Message):
     """/ First message of a decode worker to a prefill worker."""
 
@@ -1430,6 +1458,7 @@ class DecodeHello(_message.Message):
     FORMAT_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     EXPECTED_INCARNATION_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     expected_incarnation: _builtins.int
     """/ The incarnation that it expects at the other end; 0: any."""
     @_builtins.property
@@ -1444,6 +1473,10 @@ class DecodeHello(_message.Message):
     def pool(self) -> Global___PoolExport:
         """/ Its pool."""
 
+    @_builtins.property
+    def lane(self) -> Global___Lane:
+        """/ A shorter way for a prefill worker of its host."""
+
     def __init__(
         self,
         *,
@@ -1451,10 +1484,11 @@ class DecodeHello(_message.Message):
         format: Global___ModelFormat | None = ...,
         pool: Global___PoolExport | None = ...,
         expected_incarnation: _builtins.int = ...,
+        lane: Global___Lane | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "identity", b"identity", "lane", b"lane", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "format", b"format", "identity", b"identity", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "format", b"format", "identity", b"identity", "lane", b"lane", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

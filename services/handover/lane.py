@@ -1,0 +1,169 @@
+"""A shorter way from a prefill worker to a decode worker of its host: datagrams, from the one's thread to the other's.
+
+By the link a message passes three threads of gRPC and both event loops, about a millisecond in which a client waits for
+token 1. So what completes a ticket goes this way too. It may be lost, come late or come twice: the link carries it all
+the same, and the ticket protocol takes it from either.
+"""
+
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+
+from google.protobuf.message import DecodeError
+
+from ...errors import Mismatch
+from ...kvtransfer.messages import Complete, FromWriter
+from ...v1 import worker_pb2 as pb
+from ..identity import ProcessIdentity
+from .wire_link import from_writer, read_from_writer
+
+log = logging.getLogger(__name__)
+
+_MOST = 1 << 17  # bytes of a datagram; a longer message goes by the link only
+_SECRET = 16  # bytes
+_NAME = 8  # bytes of an incarnation
+_JOIN_S = 5.0
+
+
+class LaneEnd:
+    """The decode worker's: a socket without a file, in the abstract namespace, and the thread that reads it.
+
+    Anyone on the host may send to it, so each writer proves by a secret, told over its link, that it was invited.
+    """
+
+    def __init__(self, received: Callable[[int, FromWriter], None]) -> None:
+        """`received`: told the writer's incarnation and what it said, on the reading thread. OSError where the system
+        has no such sockets.
+        """
+        self._received = received
+        self._key = secrets.token_bytes(32)
+        self._address = b"\0twostroke-" + secrets.token_hex(8).encode()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(self._address)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, name="kv-lane", daemon=True)
+        self._thread.start()
+
+    def offer(self, writer: int) -> pb.Lane:
+        """For that writer."""
+        return pb.Lane(address=self._address, secret=self._secret(writer))
+
+    def close(self) -> None:
+        """Nothing is told any more once it returns. Not on the reading thread."""
+        self._closing = True
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_JOIN_S)
+        self._socket.close()
+
+    def _secret(self, writer: int) -> bytes:
+        return blake2b(_name(writer), key=self._key, digest_size=_SECRET).digest()
+
+    def _read(self) -> None:
+        room = memoryview(bytearray(_MOST + 1))
+        while not self._closing:
+            try:
+                size = self._socket.recv_into(room)
+            except OSError as error:
+                log.warning("what completes a hand-over comes by its link only: %s", error)
+                return
+            if not self._closing:
+                self._take(room[:size])
+
+    def _take(self, datagram: memoryview) -> None:
+        """Never raises: whoever sent it has no right to stop the others."""
+        head = _NAME + _SECRET
+        writer = int.from_bytes(datagram[:_NAME], "big")
+        if len(datagram) > _MOST or not hmac.compare_digest(datagram[_NAME:head], self._secret(writer)):
+            return
+        try:
+            message = read_from_writer(pb.FromPrefill.FromString(bytes(datagram[head:])))
+        except (DecodeError, Mismatch) as error:
+            log.warning("a datagram of %016x cannot be read: %s", writer, error)
+            return
+        if message is not None:
+            self._received(writer, message)
+
+
+class Lane:
+    """The prefill worker's: to one decode worker."""
+
+    def __init__(self, writer: int, offer: pb.Lane) -> None:
+        """`writer`: our incarnation. OSError where the other end cannot be reached, as out of another container."""
+        self._head = _name(writer) + offer.secret
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.setblocking(False)
+            self._socket.connect(offer.address)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, message: pb.FromPrefill) -> None:
+        """Any thread. At once, or not at all."""
+        datagram = self._head + message.SerializeToString()
+        with self._lock:
+            if self._socket is None or len(datagram) > _MOST:
+                return
+            try:
+                self._socket.send(datagram)
+            except OSError as error:  # its queue is full, or it has gone
+                log.debug("not sent: %s", error)
+
+    def close(self) -> None:
+        """Sends nothing any more. Idempotent."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+
+class Lanes:
+    """A prefill worker's, to those decode workers with which a link stands and that it can reach so. All but `send` on
+    the event loop.
+    """
+
+    def __init__(self, identity: ProcessIdentity) -> None:
+        """`identity`: ours."""
+        self._identity = identity
+        self._lanes: dict[int, Lane] = {}  # by reader
+
+    def open(self, reader: ProcessIdentity, offer: pb.Lane) -> None:
+        """As its newest link offers; in place of what an older one did."""
+        self.close(reader.incarnation)
+        if not offer.address or reader.host != self._identity.host:
+            return
+        try:
+            self._lanes[reader.incarnation] = Lane(self._identity.incarnation, offer)
+        except OSError as error:
+            log.info("what completes a hand-over goes to %s by its link only: %s", reader.name, error)
+
+    def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
+        """Any thread: what is urgent of these messages."""
+        for reader, messages in batches.items():
+            if (lane := self._lanes.get(reader)) is not None:
+                for message in messages:
+                    if isinstance(message, Complete):
+                        lane.send(from_writer(message))
+
+    def close(self, reader: int) -> None:
+        """That link is lost."""
+        if (lane := self._lanes.pop(reader, None)) is not None:
+            lane.close()
+
+    def close_all(self) -> None:
+        """Nothing is sent any more."""
+        for reader in list(self._lanes):
+            self.close(reader)
+
+
+def _name(writer: int) -> bytes:
+    return writer.to_bytes(_NAME, "big")
