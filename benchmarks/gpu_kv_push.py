@@ -6,6 +6,7 @@
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
 from twostroke.kvtransfer.cuda_pool import CudaPool, PeerCudaPool
 from twostroke.kvtransfer.cuda_source import CudaSource
 from twostroke.kvtransfer.messages import Copy
+from twostroke.kvtransfer.page_batch import LayersAt, PageBatch
 from twostroke.kvtransfer.pool_pages import pool_bytes
 from twostroke.services.load.statistics import percentile
 
@@ -143,20 +145,21 @@ class Run:
         self.table.add_row(label, f"{median:.2f}", f"{p99:.2f}", unit, goal)
 
     def speed(self, pusher: Pusher, context: int) -> None:
-        """GB/s of one layer, its pages in any order, and in a row."""
+        """GB/s of one layer and of the first stretch of layers, their pages in any order, and in a row."""
         source, count = pusher.source, context // self.args.page_size
         generator = torch.Generator().manual_seed(1)
-        for name in ("scattered", "in a row"):
+        target = LayersAt(pusher.pool.address, pusher.theirs.pages)
+        for layers, name in itertools.product((1, source.marks.ends[0] + 1), ("scattered", "in a row")):
             values = []
             for _ in range(self.args.repeats):
                 src = torch.randperm(source.pages - 1, generator=generator)[:count].add(1)
                 dst = torch.randperm(pusher.theirs.pages - 1, generator=generator)[:count].add(1)
                 if name == "in a row":
                     src = dst = torch.arange(1, count + 1)
-                sources = [source.address + int(page) * source.page_bytes for page in src]
-                targets = [pusher.pool.address + int(page) * source.page_bytes for page in dst]
-                values.append(source.measure(targets, sources, source.page_bytes))
-            self.add("speed", values, "GB/s", GOALS["speed"], context=context, pages=name)
+                batch = PageBatch(src.tolist(), dst.tolist(), source.page_bytes)
+                values.append(source.measure(batch, layers, target))
+            point = {"layers": layers} if layers > 1 else {}
+            self.add("speed", values, "GB/s", GOALS["speed"], context=context, pages=name, **point)
 
     def host(self, pusher: Pusher, context: int) -> None:
         """Microseconds that starting copies takes, all of it, over the layers of a prompt."""

@@ -44,7 +44,7 @@ class CudaIpcTransport:
             )
         self._source = source
         self._pool = pool
-        self._layer_bytes = pages * source.page_bytes
+        self._pages = pages
         self._batches = PageBatches(source.layers, source.pages, pages, source.page_bytes)
         self._state = threading.Condition()
         self._started = 0  # copies whose end was not told
@@ -78,11 +78,10 @@ class CudaIpcTransport:
 
     def probe(self) -> float:
         """See `Transport.probe`. Page 0 of each layer, many times: a batch of few would measure the call."""
-        source = self._source
-        layers = [number % source.layers for number in range(_PROBE_COPIES)]
-        targets = [self._pool.address + layer * self._layer_bytes for layer in layers]
-        sources = [source.address + layer * source.layer_bytes for layer in layers]
-        return source.measure(targets, sources, source.page_bytes)
+        layers = self._source.layers
+        pages = (0,) * max(1, _PROBE_COPIES // layers)
+        batch = PageBatch(pages, pages, self._source.page_bytes)
+        return self._source.measure(batch, layers, LayersAt(self._pool.address, self._pages))
 
     def peer_gone(self) -> None:
         """See `Transport.peer_gone`: copies end whether or not the pool's owner lives."""
@@ -101,8 +100,8 @@ class CudaIpcTransport:
                 log.error("the pool could not be unmapped: %s", error.message)
 
     def _push(self, copies: Sequence[Copy], batch: PageBatch, landed: "Landed") -> None:
-        begin = self._pool.address + copies[0].layer * self._layer_bytes
-        self._source.push(copies, batch, LayersAt(begin, self._layer_bytes), landed)
+        begin = self._pool.address + copies[0].layer * self._pages * self._source.page_bytes
+        self._source.push(copies, batch, LayersAt(begin, self._pages), landed)
 
     def _ended(self) -> None:
         with self._state:

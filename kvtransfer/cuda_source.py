@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from .digest_slots import DigestSlots, page_ids
 from .event_waiter import EventWaiter
 from .layer_marks import LayerMarks
 from .messages import Copy
-from .page_batch import Addresses, LayersAt, PageBatch
+from .page_batch import LayersAt, PageBatch
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ class CudaSource:
         words = pages.view(torch.int64)
         self._words = words  # int64 [layers, pages, words]
         self._slots = DigestSlots()
-        self._addresses = Addresses()
         self._waiter = EventWaiter("kv-copies", lambda: torch.cuda.set_device(self.device))
         self._warm_up()
 
@@ -70,14 +68,14 @@ class CudaSource:
             landed(b"")
             return
         slot = self._slots.take(layers * pages)
-        source = LayersAt(self.address + first.layer * self.layer_bytes, self.layer_bytes)
-        places = self._addresses.of(batch, layers, source, target)
+        source = LayersAt(self.address + first.layer * self.layer_bytes, self.pages)
+        boxes = batch.place(layers, source, target)
         with torch.cuda.stream(self.stream):
             if batch.ids is None:
                 batch.ids = page_ids(batch.src, self.device)
             self.stream.wait_event(self.marks.of(copies[-1].layer))
             try:
-                self._copy(*places, layers * len(batch), self.stream.cuda_stream)
+                self._copy(boxes, len(batch), self.stream.cuda_stream)
                 digest_pages(
                     self._words[first.layer : first.layer + layers],
                     batch.ids,
@@ -93,22 +91,21 @@ class CudaSource:
 
         self._waiter.add(slot.event, self._slots.seen(slot, layers * pages, landed, "a copy"))
 
-    def measure(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> float:
-        """GB/s of a batch of copies of `nbytes` each, once it was launched before; some times, for a launch alone takes
-        the host about as long as a small batch takes the device.
+    def measure(self, batch: PageBatch, layers: int, target: LayersAt) -> float:
+        """GB/s of these pages in the first layers, onto `target`; launched some times behind a first one, for a launch
+        alone takes the host about as long as a small batch takes the device.
         """
-        rows = np.array([targets, sources, [nbytes] * len(targets)], np.uint64)
-        places = [row.ctypes.data for row in rows]
+        boxes = batch.place(layers, LayersAt(self.address, self.pages), target)
         with torch.cuda.stream(self.stream):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             for number in range(1 + _MEASURED):
                 if number == 1:
                     begin.record()
-                self._copy(places[0], places[1], places[2], len(targets), self.stream.cuda_stream)
+                self._copy(boxes, len(batch), self.stream.cuda_stream)
             end.record()
             end.synchronize()
             seconds = max(float(begin.elapsed_time(end)) / 1e3, 1e-9)
-            return _MEASURED * nbytes * len(targets) / seconds / 1e9
+            return _MEASURED * layers * len(batch.src) * self.page_bytes / seconds / 1e9
 
     def synchronize(self) -> None:
         """Waits for all launched copies; raises when the device failed."""

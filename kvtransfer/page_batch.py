@@ -8,28 +8,52 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from .cuda_runtime import copy_boxes
 from .messages import Copy
 from .transport import check_copy
 
 _REMEMBERED = 64  # batches: tickets whose chunks alternate in one step, and some more
 
-Offsets = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayersAt:
+    """Layers that follow each other in a pool."""
+
+    address: int  # of the first
+    pages: int  # from one to the next
 
 
 class PageBatch:
-    """Where the pages of a copy lie within a layer of either pool, neighbours on both sides merged."""
+    """The copies of pages within layers of either pool, neighbours on both sides merged."""
 
     def __init__(self, src: Sequence[int], dst: Sequence[int], page_bytes: int) -> None:
         """Pages src[i] of one's own pool onto dst[i] of the peer's; as many of either."""
         sources, targets, counts = merge(src, dst)
         self.src, self.dst = tuple(src), tuple(dst)
-        self.sources: Offsets = sources * np.uint64(page_bytes)  # bytes from the layer's beginning
-        self.targets: Offsets = targets * np.uint64(page_bytes)
-        self.sizes: Offsets = counts * np.uint64(page_bytes)
         self.ids: Tensor | None = None  # int32 [pages], `src` on the device; made by whoever needs it
+        self._sources = sources * np.uint64(page_bytes)  # bytes from the layer's beginning
+        self._targets = targets * np.uint64(page_bytes)
+        self._boxes = copy_boxes(len(counts))
+        for name in ("source_row_bytes", "target_row_bytes", "width"):
+            self._boxes[name] = page_bytes
+        self._boxes["rows"] = counts
+        self._address: int = self._boxes.ctypes.data
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._boxes)
+
+    def place(self, layers: int, source: LayersAt, target: LayersAt) -> int:
+        """Address of the boxes that copy these pages in so many layers: until the next call, for a launched batch has
+        read them.
+        """
+        boxes = self._boxes
+        np.add(self._sources, np.uint64(source.address), out=boxes["source_address"])
+        np.add(self._targets, np.uint64(target.address), out=boxes["target_address"])
+        boxes["source_layer_rows"], boxes["target_layer_rows"] = source.pages, target.pages
+        boxes["layers"] = layers
+        return self._address
 
 
 class PageBatches:
@@ -56,41 +80,7 @@ class PageBatches:
         return batch
 
 
-@dataclass(frozen=True, slots=True)
-class LayersAt:
-    """Layers that follow each other in a pool."""
-
-    address: int  # of the first
-    stride: int  # bytes from one to the next
-
-    def pointers(self, layers: int) -> Offsets:
-        """Where each begins: uint64 [layers, 1]."""
-        starts = np.arange(layers, dtype=np.uint64) * np.uint64(self.stride) + np.uint64(self.address)
-        return starts[:, None]
-
-
-class Addresses:
-    """The pointers of a launch, written over the last one's: a launched batch has read them."""
-
-    def __init__(self) -> None:
-        """Empty."""
-        self._all = np.zeros((3, 0), np.uint64)
-        self._places = (0, 0, 0)
-
-    def of(self, batch: PageBatch, layers: int, source: LayersAt, target: LayersAt) -> tuple[int, int, int]:
-        """Addresses of the arrays of targets, sources and sizes: the batch in so many layers, one after the other."""
-        shape = (layers, len(batch))
-        count = layers * len(batch)
-        if count > self._all.shape[1]:
-            self._all = np.zeros((3, 2 * count), np.uint64)
-            self._places = (self._all[0].ctypes.data, self._all[1].ctypes.data, self._all[2].ctypes.data)
-        np.add(batch.targets, target.pointers(layers), out=self._all[0, :count].reshape(shape))
-        np.add(batch.sources, source.pointers(layers), out=self._all[1, :count].reshape(shape))
-        self._all[2, :count].reshape(shape)[:] = batch.sizes
-        return self._places
-
-
-def merge(src: Sequence[int], dst: Sequence[int]) -> tuple[Offsets, Offsets, Offsets]:
+def merge(src: Sequence[int], dst: Sequence[int]) -> tuple[Counts, Counts, Counts]:
     """First pages, src and dst, and the lengths of the stretches that are contiguous on both sides."""
     sources, targets = np.array(src, np.int64), np.array(dst, np.int64)
     begins = np.ones(len(sources), np.bool_)

@@ -1,10 +1,11 @@
 """A shorter way from a prefill worker to a decode worker of its host: datagrams, from the one's thread to the other's.
 
-By the link a message passes three threads of gRPC and both event loops, about a millisecond in which a client waits for
-token 1. So what completes a ticket goes this way too. It may be lost, come late or come twice: the link carries it all
-the same, and the ticket protocol takes it from either.
+By the link a message passes three threads of gRPC and both event loops: about a millisecond in which a client waits for
+token 1. So what a client waits for goes this way where it can. The ticket protocol does not mind that it overtakes what
+the link carries, nor that it is lost: the prefill worker says again what is not answered.
 """
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -16,7 +17,7 @@ from hashlib import blake2b
 from google.protobuf.message import DecodeError
 
 from ...errors import Mismatch
-from ...kvtransfer.messages import Complete, FromWriter
+from ...kvtransfer.messages import Complete, FromWriter, Progress
 from ...v1 import worker_pb2 as pb
 from ..identity import ProcessIdentity
 from .wire_link import from_writer, read_from_writer
@@ -27,6 +28,7 @@ _MOST = 1 << 17  # bytes of a datagram; a longer message goes by the link only
 _SECRET = 16  # bytes
 _NAME = 8  # bytes of an incarnation
 _JOIN_S = 5.0
+_URGENT = (Progress, Complete)
 
 
 class LaneEnd:
@@ -59,23 +61,20 @@ class LaneEnd:
     def close(self) -> None:
         """Nothing is told any more once it returns. Not on the reading thread."""
         self._closing = True
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(_JOIN_S)
-        self._socket.close()
 
     def _secret(self, writer: int) -> bytes:
         return blake2b(_name(writer), key=self._key, digest_size=_SECRET).digest()
 
     def _read(self) -> None:
         room = memoryview(bytearray(_MOST + 1))
-        while not self._closing:
-            try:
+        with self._socket:  # once nobody reads it, writers are refused, and take the link
+            while not self._closing:
                 size = self._socket.recv_into(room)
-            except OSError as error:
-                log.warning("what completes a hand-over comes by its link only: %s", error)
-                return
-            if not self._closing:
-                self._take(room[:size])
+                if not self._closing:
+                    self._take(room[:size])
 
     def _take(self, datagram: memoryview) -> None:
         """Never raises: whoever sent it has no right to stop the others."""
@@ -107,16 +106,20 @@ class Lane:
             self._socket.close()
             raise
 
-    def send(self, message: pb.FromPrefill) -> None:
-        """Any thread. At once, or not at all."""
-        datagram = self._head + message.SerializeToString()
+    def send(self, message: FromWriter) -> bool:
+        """Any thread. At once, or not at all: whether it went. What does not belong here does not go."""
+        if not isinstance(message, _URGENT):
+            return False
+        datagram = self._head + from_writer(message).SerializeToString()
         with self._lock:
             if self._socket is None or len(datagram) > _MOST:
-                return
+                return False
             try:
                 self._socket.send(datagram)
             except OSError as error:  # its queue is full, or it has gone
-                log.debug("not sent: %s", error)
+                log.debug("goes by the link: %s", error)
+                return False
+        return True
 
     def close(self) -> None:
         """Sends nothing any more. Idempotent."""
@@ -144,15 +147,17 @@ class Lanes:
         try:
             self._lanes[reader.incarnation] = Lane(self._identity.incarnation, offer)
         except OSError as error:
-            log.info("what completes a hand-over goes to %s by its link only: %s", reader.name, error)
+            log.info("all that a hand-over says goes to %s by its link: %s", reader.name, error)
 
-    def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
-        """Any thread: what is urgent of these messages."""
+    def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> dict[int, Sequence[FromWriter]]:
+        """Any thread. What is left for the links."""
+        left: dict[int, Sequence[FromWriter]] = {}
         for reader, messages in batches.items():
-            if (lane := self._lanes.get(reader)) is not None:
-                for message in messages:
-                    if isinstance(message, Complete):
-                        lane.send(from_writer(message))
+            lane = self._lanes.get(reader)
+            others = messages if lane is None else [message for message in messages if not lane.send(message)]
+            if others:
+                left[reader] = others
+        return left
 
     def close(self, reader: int) -> None:
         """That link is lost."""

@@ -67,7 +67,7 @@ class LinkClient:
         try:
             self._lane = LaneEnd(self._from_lane)
         except OSError as error:
-            log.info("what completes a hand-over comes by its link only: %s", error)
+            log.info("all that a hand-over says comes by its link: %s", error)
 
     def want(self, peers: Iterable[PeerAddress]) -> None:
         """Any thread: links with these shall stand. Idempotent; needed again after `writer_refused`."""

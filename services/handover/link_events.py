@@ -44,8 +44,8 @@ class ReaderLinks(Protocol):
 
 
 class WriterEvents(Protocol):
-    """What links tell the decode side. Called on the event loop in order; must not block. A `Complete` may come twice:
-    first from a lane's thread, whatever was told before it by the link or has yet to be.
+    """What links tell the decode side. Called on the event loop in order; must not block. `received` may come on a
+    lane's thread too, in no order with the rest.
     """
 
     def writer_up(self, writer: int) -> None:

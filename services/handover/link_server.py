@@ -85,8 +85,8 @@ class LinkServer:
 
     def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
         """Any thread: messages for readers; dropped where no link stands."""
-        self._lanes.send(batches)
-        self._loop.call_soon_threadsafe(self._put, batches)
+        if left := self._lanes.send(batches):
+            self._loop.call_soon_threadsafe(self._put, left)
 
     def stop(self) -> None:
         """Ends all links; accepts none. Nothing is told to the events any more."""

@@ -22,7 +22,7 @@ class Source:
 
     def __init__(self) -> None:
         self.pushed: list[tuple[Sequence[Copy], PageBatch, LayersAt, Callable[[bytes], None]]] = []
-        self.launched: list[tuple[list[int], list[int], int]] = []
+        self.measured: list[tuple[PageBatch, int, LayersAt]] = []
         self.fails = False
 
     def push(self, copies: Sequence[Copy], batch: PageBatch, target: LayersAt, landed: Callable[[bytes], None]) -> None:
@@ -34,9 +34,9 @@ class Source:
         for copies, _, _, landed in self.pushed:
             landed(b"12345678" * sum(len(copy.src) for copy in copies))
 
-    def measure(self, targets: list[int], sources: list[int], nbytes: int) -> float:
-        self.launched.append((targets, sources, nbytes))
-        return float(nbytes * len(targets))
+    def measure(self, batch: PageBatch, layers: int, target: LayersAt) -> float:
+        self.measured.append((batch, layers, target))
+        return float(len(batch.src))
 
 
 class Pool:
@@ -83,8 +83,8 @@ def test_a_copy_is_done_once_the_host_has_seen_it(transport: CudaIpcTransport, s
     for layer in range(LAYERS):
         transport.start(copy(layer + 1, layer), lambda *told: done.append(told))
     assert done == []
-    stride = PEER_PAGES * PAGE
-    assert [target for _, _, target, _ in source.pushed] == [LayersAt(ADDRESS + n * stride, stride) for n in range(3)]
+    targets = [LayersAt(ADDRESS + n * PEER_PAGES * PAGE, PEER_PAGES) for n in range(3)]
+    assert [target for _, _, target, _ in source.pushed] == targets
     assert len({id(batch) for _, batch, _, _ in source.pushed}) == 1
     source.land()
     assert done == [(number, b"12345678" * 2) for number in (1, 2, 3)]
@@ -97,7 +97,7 @@ def test_layers_go_together(transport: CudaIpcTransport, source: Source) -> None
     transport.start_layers(copies, done.append)
     [(pushed, batch, target, _)] = source.pushed
     assert (pushed, batch.src, batch.dst) == (copies, (1, 2), (11, 12))
-    assert target == LayersAt(ADDRESS + PEER_PAGES * PAGE, PEER_PAGES * PAGE)
+    assert target == LayersAt(ADDRESS + PEER_PAGES * PAGE, PEER_PAGES)
     source.land()
     assert done == [b"12345678" * 4]
     for layers in ((2, 3), (-1, 0)):
@@ -166,8 +166,7 @@ def test_a_device_that_failed_is_logged_at_the_end(
 
 
 def test_the_probe_touches_page_0_only(transport: CudaIpcTransport, source: Source) -> None:
-    assert transport.probe() == 256 * PAGE
-    ((targets, sources, nbytes),) = source.launched
-    assert nbytes == PAGE
-    assert set(targets) == {ADDRESS + layer * PEER_PAGES * PAGE for layer in range(LAYERS)}
-    assert set(sources) == {(1 << 40) + layer * PAGES * PAGE for layer in range(LAYERS)}
+    assert transport.probe() == 256 // LAYERS
+    ((batch, layers, target),) = source.measured
+    assert set(batch.src) == set(batch.dst) == {0}
+    assert (layers, target) == (LAYERS, LayersAt(ADDRESS, PEER_PAGES))

@@ -19,8 +19,10 @@ if torch.cuda.is_available():
     from twostroke.kvtransfer.cuda_digester import CudaDigester
     from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
     from twostroke.kvtransfer.cuda_pool import CudaPool, PeerCudaPool
+    from twostroke.kvtransfer.cuda_runtime import BatchCopy
     from twostroke.kvtransfer.cuda_source import CudaSource
     from twostroke.kvtransfer.messages import Copy, Verify
+    from twostroke.kvtransfer.page_batch import LayersAt, PageBatch
     from twostroke.kvtransfer.pool_pages import verify_digests
 
     from .cuda_child import LAYERS, NBYTES, PAGE_BYTES, PAGES
@@ -245,6 +247,44 @@ def test_an_owner_that_is_killed_under_copies_costs_its_memory_until_it_is_let_g
     again.push(copy)
     _, digests = again.landed.get(timeout=30)
     assert successor.digests(copy) == (digests, digests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dst", [tuple(range(1, 90)), tuple(range(89, 0, -1)), (5, 6, 7, 3, 99, 1, 2, 50)])
+def test_a_stretch_of_layers_arrives_whole(
+    device: str, dst: tuple[int, ...], child: Callable[..., Child], writer: Callable[[str], Writer]
+) -> None:
+    owner = child("own", device, str(INCARNATION))
+    here = writer(owner.first)
+    here.written()
+    src = tuple(range(3, 3 + len(dst)))
+    copies = [Copy(layer, 1, 9, layer, 0, src, dst) for layer in range(1, LAYERS)]
+    landed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    here.transport.start_layers(copies, landed.put)
+    digests = landed.get(timeout=30)
+    assert digests == b"".join(here.expected(copy) for copy in copies)
+    assert digests == b"".join(owner.digests(copy)[0] for copy in copies)
+    untouched = Copy(1, 1, 9, 0, 0, (1,), (dst[0],))
+    assert owner.digests(untouched)[0] == verify_digests(torch.zeros_like(here.pages), Verify(1, 9, 0, 1, 0, dst[:1]))
+
+
+def test_layers_may_lie_far_apart() -> None:
+    """As in a large pool: more than 32 bits from one to the next."""
+    torch.cuda.set_device(OURS)
+    page, pages, layers = 256 << 10, 17_000, 3  # 4.2 GiB a layer
+    pool = torch.zeros((layers, pages, page), dtype=torch.uint8, device=OURS)
+    src, dst = (1, 2, 9_000, 16_999), (700, 701, 12_345, 3)
+    for layer in range(layers):
+        pool[layer, list(src)] = torch.randint(1, 256, (len(src), page), dtype=torch.uint8, device=OURS)
+    batch, stream = PageBatch(src, dst, page), torch.cuda.Stream()
+    at = LayersAt(pool.data_ptr(), pages)
+    torch.cuda.synchronize()
+    BatchCopy()(batch.place(layers, at, at), len(batch), stream.cuda_stream)
+    stream.synchronize()
+    assert torch.equal(pool[:, list(dst)], pool[:, list(src)])
+    touched = {*src, *dst}
+    for layer in range(layers):
+        assert not pool[layer, [p for p in range(0, pages, 50) if p not in touched]].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,9 +5,11 @@ The real thing: test_cuda_ipc_gpu.py.
 
 import contextlib
 import ctypes
+import itertools
 import queue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from twostroke.kernels.digest import pool_digests
 from twostroke.kvtransfer import cuda_source
 from twostroke.kvtransfer.cuda_digester import CudaDigester
 from twostroke.kvtransfer.cuda_ipc import CudaIpcTransport
+from twostroke.kvtransfer.cuda_runtime import COPY_BOX
 from twostroke.kvtransfer.cuda_source import CudaSource
 from twostroke.kvtransfer.layer_marks import LayerMarks, stretch_ends
 from twostroke.kvtransfer.messages import Copy, Verify
@@ -64,13 +67,18 @@ class BatchCopy:
     def __init__(self) -> None:
         self.fails = False
 
-    def __call__(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
+    def __call__(self, boxes: int, count: int, stream: int) -> None:
         LOG.append(("copy", count, stream))
         if self.fails:
             raise RuntimeError("no")
-        arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
-        for target, source, size in zip(*arrays, strict=True):
-            ctypes.memmove(target, source, size)
+        room = (ctypes.c_byte * (COPY_BOX.itemsize * count)).from_address(boxes)
+        for box in np.frombuffer(room, COPY_BOX):
+            for layer, row in itertools.product(range(box["layers"]), range(box["rows"])):
+                target, source = (
+                    int(box[f"{end}_address"] + (layer * box[f"{end}_layer_rows"] + row) * box[f"{end}_row_bytes"])
+                    for end in ("target", "source")
+                )
+                ctypes.memmove(target, source, int(box["width"]))
 
 
 class Pool:
@@ -167,7 +175,7 @@ def test_a_stretch_of_layers_is_one_launch(pages: torch.Tensor) -> None:
     landed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     side.transport.start_layers([copy(layer) for layer in (1, 2)], landed.put)
     assert [entry[0] for entry in LOG] == ["wait", "copy", "record"]
-    assert LOG[:2] == [("wait", written), ("copy", 4, 77)]
+    assert LOG[:2] == [("wait", written), ("copy", 2, 77)]
     expected = torch.zeros_like(side.pool.pages)
     expected[1:, [10, 11, 2]] = pages[1:, [3, 4, 8]]
     assert landed.get(timeout=10) == pool_digests(pages[1:], (3, 4, 8), ticket=1 << 33, first_layer=1, ordinal=5)
@@ -227,7 +235,7 @@ def test_no_pages_are_done_at_once(pages: torch.Tensor) -> None:
 
 def test_the_probe(pages: torch.Tensor) -> None:
     side = Side(pages)
-    assert side.transport.probe() == pytest.approx(4 * 256 * PAGE_BYTES / 2e6)
+    assert side.transport.probe() == pytest.approx(4 * 255 * PAGE_BYTES / 2e6)
     assert torch.equal(side.pool.pages[:, 0], pages[:, 0])
     assert not side.pool.pages[:, 1:].any()
     side.source.close()

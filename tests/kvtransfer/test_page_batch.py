@@ -1,12 +1,16 @@
-"""Pages as batches of copies: what is merged, where pointers lead, when arrays are made anew."""
+"""Pages as batches of copies: what is merged, where boxes lie, when they are made anew."""
+
+import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twostroke.kvtransfer.cuda_runtime import COPY_BOX
 from twostroke.kvtransfer.messages import Copy
-from twostroke.kvtransfer.page_batch import Addresses, LayersAt, PageBatch, PageBatches, merge
+from twostroke.kvtransfer.page_batch import LayersAt, PageBatch, PageBatches, merge
 
 PAGE = 4096
 
@@ -15,11 +19,9 @@ def copy(src: tuple[int, ...], dst: tuple[int, ...], *, layer: int = 0, ticket: 
     return Copy(1, 9, ticket, layer, ordinal, src, dst)
 
 
-def read(address: int, count: int) -> list[int]:
+def read(address: int, count: int) -> Any:
     """What a driver would read there."""
-    import ctypes
-
-    return list((ctypes.c_uint64 * count).from_address(address))
+    return np.frombuffer((ctypes.c_byte * (COPY_BOX.itemsize * count)).from_address(address), COPY_BOX)
 
 
 def test_neighbours_on_both_sides_become_one() -> None:
@@ -41,24 +43,27 @@ def test_what_is_merged_is_what_was_asked_for(pairs: list[tuple[int, int]]) -> N
     assert all(end != begin for end, begin in zip(ends, begins, strict=False))  # nothing is left to merge
 
 
-def test_pointers_of_each_layer() -> None:
-    batch, addresses = PageBatch((4, 5, 9), (2, 3, 1), PAGE), Addresses()
+def test_boxes_of_a_stretch_of_layers() -> None:
+    batch = PageBatch((4, 5, 9), (2, 3, 1), PAGE)
     for source, target in ((1 << 40, 1 << 50), ((1 << 40) + 77 * PAGE, 3 << 50)):  # beyond 32 bits, and 53
-        layers = LayersAt(source, 100 * PAGE), LayersAt(target, 200 * PAGE)
-        targets, sources, sizes = addresses.of(batch, 3, *layers)
-        assert read(targets, 6) == [target + (200 * n + page) * PAGE for n in range(3) for page in (2, 1)]
-        assert read(sources, 6) == [source + (100 * n + page) * PAGE for n in range(3) for page in (4, 9)]
-        assert read(sizes, 6) == [2 * PAGE, PAGE] * 3
+        address = batch.place(3, LayersAt(source, 100), LayersAt(target, 200))
+        for box, (src, dst, rows) in zip(read(address, len(batch)), ((4, 2, 2), (9, 1, 1)), strict=True):
+            assert box["source_address"] == source + src * PAGE
+            assert box["target_address"] == target + dst * PAGE
+            assert (box["width"], box["rows"], box["layers"]) == (PAGE, rows, 3)
+            assert box["source_row_bytes"] * box["source_layer_rows"] == 100 * PAGE
+            assert box["target_row_bytes"] * box["target_layer_rows"] == 200 * PAGE
 
 
-def test_a_larger_batch_gets_larger_arrays() -> None:
-    addresses = Addresses()
-    addresses.of(PageBatch((1,), (1,), PAGE), 1, LayersAt(0, PAGE), LayersAt(0, PAGE))
-    pages = tuple(range(1, 999, 2))
-    targets, sources, sizes = addresses.of(PageBatch(pages, pages, PAGE), 1, LayersAt(8, PAGE), LayersAt(16, PAGE))
-    assert read(sizes, len(pages)) == [PAGE] * len(pages)
-    assert read(targets, len(pages)) == [16 + PAGE * page for page in pages]
-    assert read(sources, len(pages)) == [8 + PAGE * page for page in pages]
+def test_what_the_driver_is_told_apart_from_places() -> None:
+    """The layout of CUDA_MEMCPY3D_BATCH_OP, by the words of it."""
+    batch = PageBatch((1,), (2,), PAGE)
+    address = batch.place(5, LayersAt(1 << 40, 7), LayersAt(1 << 41, 8))
+    words = list((ctypes.c_uint64 * 14).from_address(address))
+    pointer, order, overlap = 1, 1, 1 << 32
+    source = [pointer, (1 << 40) + PAGE, PAGE, 7, 0]
+    target = [pointer, (1 << 41) + 2 * PAGE, PAGE, 8, 0]
+    assert words == [*source, *target, PAGE, 1, 5, order | overlap]
 
 
 def test_arrays_are_made_once_for_all_layers_of_a_stretch() -> None:
@@ -68,7 +73,6 @@ def test_arrays_are_made_once_for_all_layers_of_a_stretch() -> None:
     assert batches.of(copy((1, 2), (101, 102), ordinal=2)) is not first
     assert batches.of(copy((1, 3), (101, 102))) is not first  # the prompt's pages moved
     assert batches.of(copy((1, 2), (101, 103))).dst == (101, 103)
-    assert np.array_equal(first.sources, [PAGE])
 
 
 def test_few_are_remembered() -> None:

@@ -1422,7 +1422,7 @@ Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 
 @_typing.final
 class Lane(_message.Message):
-    """/ A socket for datagrams of one host: what completes a ticket may be sent there too, to arrive the sooner."""
+    """/ A socket for datagrams of one host: `Progress` and `Complete` may be sent there instead, to arrive the sooner."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

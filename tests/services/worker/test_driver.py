@@ -57,7 +57,11 @@ class ScriptedCore:
         self.threads: set[int] = set()
         self.due_at = 0.0
         self.ahead = False
+        self.published = 0
         self.on_step: Callable[[], None] = lambda: None
+
+    def publish(self) -> None:
+        self.published += 1
 
     def launches_only(self) -> bool:
         return self.ahead and bool(self.steps)
