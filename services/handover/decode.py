@@ -39,7 +39,7 @@ from ...kvtransfer.messages import (
 )
 from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ...kvtransfer.reader import Reader
-from .handover import Emit, PeerAddress, Post, Traffic
+from .handover import NEAR_S, Emit, PeerAddress, Post, Traffic
 from .inbox import Inbox, always
 from .known_writers import KnownWriters
 from .link_events import WriterLinks
@@ -92,6 +92,7 @@ class DecodeHandover:
         self._core = core
         self._links = links
         self._digester = digester or CpuDigester(pool_bytes(pool))
+        self.awake_until = 0.0
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
         self._rehearse = rehearse
@@ -226,14 +227,15 @@ class DecodeHandover:
     def _on_message(self, writer: int, message: FromWriter) -> None:
         self._run(self.reader.receive(writer, message, self._clock()))
         self._flush()
-        if isinstance(message, Progress):
-            self._rehearse_for(message)
+        if isinstance(message, Progress) and not self._inbox.in_step and not self._core.has_work():
+            self._prepare(writer, message)
 
-    def _rehearse_for(self, progress: Progress) -> None:
-        """Unless the last layers have come: then the rest comes any moment."""
-        partial = any(layers < self._layers for _, layers, _ in progress.entries)
-        if partial and not self._inbox.in_step and not self._core.has_work():
+    def _prepare(self, writer: int, progress: Progress) -> None:
+        """For a step that will come soon: its way is gone once, unless the last layers have come."""
+        if any(layers < self._layers for _, layers, _ in progress.entries):
             self._rehearse()
+        if any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
+            self.awake_until = self._clock() + NEAR_S
 
     # What they have in common
 
@@ -313,6 +315,7 @@ class DecodeHandover:
         )
 
     def _arrived(self, arrived: Arrived) -> None:
+        self.awake_until = 0.0
         key = arrived.key
         awaited = self._awaited.pop(key, None) if isinstance(key, SequenceKey) else None
         if awaited is None or not isinstance(key, SequenceKey):

@@ -41,6 +41,14 @@ class Traffic:
     pairs: Mapping[int, PairSpeed] = field(default_factory=dict)  # by reader; replaced, never edited
 
 
+AWAKE_S = 20e-6
+"""A thread that waits for what comes within milliseconds looks so often: a core that falls asleep meanwhile is slow for
+half a millisecond, until its caches are filled again."""
+
+NEAR_S = 0.05
+"""For so long at most it does so each time."""
+
+
 class Handover(Protocol):
     """All methods run on the engine's thread and none blocks; none raises for what a peer or a gateway did.
 
@@ -61,6 +69,9 @@ class Handover(Protocol):
 
     traffic: Traffic
     """See there."""
+
+    awake_until: float
+    """Until then, by the monotonic clock, the engine's thread waits with its eyes open (`AWAKE_S`) if it waits."""
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Called once by `Driver.__init__`, before the thread starts.
@@ -97,6 +108,7 @@ class NoHandover:
 
     hook: LayerHook | None = None
     wait: StepWait | None = None
+    awake_until = 0.0
 
     def __init__(self) -> None:
         self.traffic = Traffic()

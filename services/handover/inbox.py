@@ -52,6 +52,7 @@ class Inbox:
         self._after_step: list[Action] = []
         self._news = NewsWait(self.within_step, device)
         self.wait: StepWait = self._news
+        self.stay_awake = self._news.stay_awake
 
     def __len__(self) -> int:
         return len(self._events)

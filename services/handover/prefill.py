@@ -88,10 +88,12 @@ class PrefillHandover:
         self._stretches = {
             end: range(begin, end + 1) for begin, end in zip((0, *(e + 1 for e in ends)), ends, strict=False)
         }
+        self._last_but_one = ends[-2] if len(ends) > 1 else -1
         self.hook: LayerHook | None = self._hook
         self._inbox = Inbox(pool.device, ordered=False, then=self._tell_progress)
         self.wait: StepWait | None = self._inbox.wait
         self.traffic = Traffic()
+        self.awake_until = 0.0  # between steps it waits for nothing that comes at once
         self._core = core
         self._links = links
         self._pools = PeerPools()
@@ -298,6 +300,8 @@ class PrefillHandover:
     def _copied(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
         """The host saw copies completed that were not done at once. Readers hear of it: they digest what has landed."""
         self._inbox.engine(lambda: self._reads.end(copy.copy for copy in copies))
+        if copies[-1].layer == self._last_but_one:
+            self._inbox.stay_awake()
         return [*self._landed(copies, digests), *self.writer.step_ended()]
 
     def _landed(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:

@@ -1,12 +1,14 @@
 """The engine's thread between the launch of a step and its end: it waits for that and for news, whichever comes."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
 
 from ...engine.batch import Launched
 from ...kvtransfer.event_waiter import EventWaiter
+from .handover import AWAKE_S, NEAR_S
 
 
 class NewsWait:
@@ -19,11 +21,16 @@ class NewsWait:
         self._handle = handle
         self._device = device
         self._wake = threading.Event()
+        self._awake_until = 0.0
         self._waiter: EventWaiter | None = None
 
     def tell(self) -> None:
         """There are news. Any thread."""
         self._wake.set()
+
+    def stay_awake(self) -> None:
+        """The step will end soon. On the engine's thread."""
+        self._awake_until = time.monotonic() + NEAR_S
 
     def __call__(self, step: Launched) -> None:
         """Returns once the step is computed, or the device failed: its tokens can be asked for."""
@@ -44,9 +51,13 @@ class NewsWait:
 
         self._waiter.add(event, seen)
         while not ended.is_set():
-            self._wake.wait()
-            self._wake.clear()
-            self._handle()
+            awake = time.monotonic() < self._awake_until
+            if self._wake.wait(AWAKE_S if awake else None):
+                self._wake.clear()
+                self._handle()
+            if awake and event.query():
+                break
+        self._awake_until = 0.0
 
     def close(self) -> None:
         """Ends its thread."""

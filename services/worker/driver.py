@@ -1,6 +1,7 @@
 """The engine thread: the one owner of EngineCore and of the hand-over machine."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from ...engine.core import EngineCore, Load
 from ...engine.request import Request, SequenceKey, StepResult, Work, sample_keys
 from ...errors import InvalidRequest, TwostrokeError
-from ..handover.handover import Handover, PeerAddress
+from ..handover.handover import AWAKE_S, Handover, PeerAddress
 from .calls import Calls
 from .idle_check import CHECK_S, IdleCheck
 from .step_faults import StepFaults
@@ -176,10 +177,8 @@ class Driver:
         happened = False
         for _ in range(max(1, self._events.qsize())):  # those that come meanwhile must not keep steps waiting
             try:
-                if wait and not happened:
-                    event = self._events.get(timeout=max(0.0, min(self._next_tick, until) - self._clock()))
-                else:
-                    event = self._events.get_nowait()
+                first = wait and not happened
+                event = self._wait(min(self._next_tick, until)) if first else self._events.get_nowait()
             except queue.Empty:
                 break
             happened = True
@@ -190,6 +189,13 @@ class Driver:
         if happened:
             self._idle_check.touch()
         return happened
+
+    def _wait(self, until: float) -> Callable[[], None]:
+        """The next event; queue.Empty where none comes until then."""
+        while self._clock() < min(self.handover.awake_until, until):
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=AWAKE_S)
+        return self._events.get(timeout=max(0.0, until - self._clock()))
 
     def _step(self) -> bool:
         """One step. False: it could do nothing, and could not until something happens."""
