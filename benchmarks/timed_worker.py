@@ -22,10 +22,11 @@ from twostroke.services.cli import main
 from twostroke.services.handover import lane
 from twostroke.services.handover.decode import DecodeHandover
 from twostroke.services.handover.prefill import PrefillHandover
+from twostroke.services.handover.step_wait import NewsWait
 from twostroke.services.worker.driver import Driver
 
 STATIONS = (
-    "computed",  # the prefill worker's host sees the prompt computed (a thread that waits for nothing else)
+    "computed",  # the prefill worker's host sees the prompt computed: the first thread of two that look
     "taken in",  # its engine's thread has the tokens
     "complete",  # `Complete` is made up: the last copy was seen to be done
     "written",  # and goes on its way
@@ -90,11 +91,14 @@ def patch(times: Times) -> None:
 
         original(self, event, told)
 
+    def step_wait(original: Any, self: Any, step: Any) -> None:
+        original(self, step)
+        last[0] = last[0] or time.monotonic()
+
     def stepped(original: Any, self: Any, result: Any) -> Any:
         for key in result.prefilled:
-            now = time.monotonic()
-            times.note(key, "computed", last[0] or now)
-            times.note(key, "taken in", now)
+            times.note(key, "computed", last[0] or None)
+            times.note(key, "taken in")
         last[0] = 0.0
         return original(self, result)
 
@@ -142,6 +146,7 @@ def patch(times: Times) -> None:
 
     around(EventWaiter, "_run", wait)
     around(EventWaiter, "add", add)
+    around(NewsWait, "__call__", step_wait)
     around(PrefillHandover, "stepped", stepped)
     around(Pushes, "say_complete", say_complete)
     around(lane, "from_writer", encode)

@@ -218,7 +218,8 @@ class Reader:
     def _accept(self, arrival: Arrival, message: Complete, *, verified: bool) -> list[Instruction]:
         self._peers[arrival.writer].accepted.add(arrival.ticket.ticket)
         said = self._send(arrival.writer, Accepted(arrival.ticket.ticket))
-        return [*said, *self._close(arrival), Arrived(arrival.key, message.first_tokens, verified)]
+        closed = self._close(arrival)  # a client waits for its sequence, for its pages nobody does
+        return [*said, Arrived(arrival.key, message.first_tokens, verified), *closed]
 
     def _refuse(self, arrival: Arrival, reason: str) -> list[Instruction]:
         """A complete ticket whose KV cannot be used."""

@@ -1,5 +1,7 @@
 """Digests of KV pages on the GPU: those of `kernels/digest.py`, where their definition and reasons stand."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,11 @@ from torch import Tensor
 
 _BLOCK = 4096  # words: 32 KiB
 _WARPS = 16  # four 16-byte loads a thread in flight
+_ALIGNED = 16  # bytes: what Triton compiles anew for
+_launched: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels by what they are compiled for: to look them up takes Triton as long as to launch them, and a client
+waits for the last one. `ids` and `out` are aligned. An interpreted kernel leaves None.
+"""
 
 
 @triton.jit
@@ -69,21 +76,17 @@ def digest_pages(
     layers, pages = pool.shape[:2]
     if not ids.shape[0] or not layers:
         return
-    words = pool.view(layers, pages, -1).view(torch.int64)
-    block = min(_BLOCK, triton.next_power_of_2(words.shape[2]))
-    _page_digest_kernel[(ids.shape[0], layers)](
-        words,
-        ids,
-        out,
-        pages,
-        _signed(ticket),
-        _signed(ticket >> 32),
-        first_layer,
-        ordinal,
-        words.shape[2],
-        block,
-        num_warps=_WARPS,
-    )
+    words = pool if pool.dtype == torch.int64 and pool.dim() == 3 else pool.view(layers, pages, -1).view(torch.int64)
+    size = words.shape[2]
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    grid = (ids.shape[0], layers, 1)
+    arguments = (words, ids, out, pages, _signed(ticket), _signed(ticket >> 32), first_layer, ordinal, size, block)
+    kind = (words.device, words.data_ptr() % _ALIGNED, ids.dtype, size, block)
+    kernel = _launched.get(kind)
+    if kernel is None:
+        _launched[kind] = _page_digest_kernel[grid](*arguments, num_warps=_WARPS)
+    else:
+        kernel[grid](*arguments)
 
 
 def _signed(x: int) -> int:

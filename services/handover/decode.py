@@ -178,6 +178,7 @@ class DecodeHandover:
             else:
                 awaited.unsent = reservation
                 self._links.want((awaited.peer,))
+        self._send()
         self._flush()
         return []
 
@@ -341,13 +342,19 @@ class DecodeHandover:
                 self._result.failures.append((sample, HandoverExpired("the prefill worker sent no token 0")))
 
     def _flush(self) -> None:
-        """One event's messages cross to the loop at once; its outputs and failures go to the sessions."""
-        if self._outbox:
-            outbox, self._outbox = self._outbox, {}
-            self._links.send(outbox)
+        """One event's messages cross to the loop at once, or behind the launch that is due, which a loop at work would
+        hold up (`stepped`); its outputs and failures go to the sessions.
+        """
+        if not self._core.launches_only():
+            self._send()
         if not self._inbox.in_step and (self._result.outputs or self._result.failures):
             result, self._result = self._result, StepResult()
             self._emit(result)
+
+    def _send(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            self._links.send(outbox)
 
 
 def _token(first: FirstToken) -> _First:

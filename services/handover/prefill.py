@@ -163,8 +163,7 @@ class PrefillHandover:
             self._flush()
 
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
-        """Tells the machine of preemptions and first tokens; then what had to wait for the step's end."""
-        self._inbox.step_ended()
+        """Tells the machine and readers of preemptions and first tokens; then what had to wait for the step's end."""
         dropped = {key for key, _ in result.failures}
         for key in dropped:  # before a ticket is served from pages that are no longer theirs
             self.gone(key)
@@ -182,6 +181,7 @@ class PrefillHandover:
             if key not in dropped and key not in result.preempted:
                 self._done(key)
         self._flush_messages()  # a client waits
+        self._inbox.step_ended()
         self._inbox.drain()
         self._run(self.writer.step_ended())
         self._flush()
@@ -292,9 +292,7 @@ class PrefillHandover:
 
         self._pools.push(copies, landed)
         done = {copy.copy for landed, _ in at_once for copy in landed}
-        for copy in copies:
-            if copy.copy not in done:
-                self._reads.begin(copy)  # `_copied` runs on this thread: not before this
+        self._reads.begin([copy for copy in copies if copy.copy not in done])  # `_copied` runs on this thread: after it
         return [instruction for told in at_once for instruction in self._landed(*told)]
 
     def _copied(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:

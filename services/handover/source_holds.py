@@ -1,13 +1,20 @@
 """Pages of a prefill worker that copies under way still read."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ...engine.block_pool import BlockPool
 from ...errors import TwostrokeError
 from ...kvtransfer.messages import Copy
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    name: tuple[str, int, int, tuple[int, ...]]
+    copies: int = 0  # under way
 
 
 class SourceHolds:
@@ -19,31 +26,36 @@ class SourceHolds:
     def __init__(self, pool: BlockPool) -> None:
         """`pool`: the engine's."""
         self._pool = pool
-        self._names: dict[int, tuple[str, int, int, tuple[int, ...]]] = {}  # by copy
-        self._under_way: dict[tuple[str, int, int, tuple[int, ...]], int] = {}  # copies by name
+        self._holds: dict[tuple[str, int, int, tuple[int, ...]], _Hold] = {}  # by name
+        self._by_copy: dict[int, _Hold] = {}
 
     def __len__(self) -> int:
         """Copies under way."""
-        return len(self._names)
+        return len(self._by_copy)
 
-    def begin(self, copy: Copy) -> None:
-        """This copy is under way; its pages are owned."""
-        name = ("copy", copy.reader, copy.ticket, copy.src)
-        count = self._under_way.get(name, 0)
-        if not count:
+    def begin(self, copies: Sequence[Copy]) -> None:
+        """These copies of the same pages are under way; the pages are owned."""
+        if not copies:
+            return
+        first = copies[0]
+        name = ("copy", first.reader, first.ticket, first.src)
+        hold = self._holds.get(name)
+        if hold is None:
+            hold = self._holds[name] = _Hold(name)
             try:
-                self._pool.hold(name, copy.src)
+                self._pool.hold(name, first.src)
             except TwostrokeError:  # a fault of ours; the copy is launched, and its ticket will not come to its end
                 log.exception("pages are read that nobody owns")
-        self._names[copy.copy] = name
-        self._under_way[name] = count + 1
+        hold.copies += len(copies)
+        self._by_copy.update(dict.fromkeys((copy.copy for copy in copies), hold))
 
     def end(self, copies: Iterable[int]) -> None:
         """They read no more."""
         for copy in copies:
-            if (name := self._names.pop(copy, None)) is None:
+            hold = self._by_copy.pop(copy, None)
+            if hold is None:
                 continue
-            self._under_way[name] -= 1
-            if not self._under_way[name]:
-                del self._under_way[name]
-                self._pool.unhold(name)
+            hold.copies -= 1
+            if not hold.copies:
+                del self._holds[hold.name]
+                self._pool.unhold(hold.name)

@@ -25,7 +25,7 @@ from twostroke.kvtransfer.reader import Reader
 P, POOL, LAYERS, PAGE = 3, 30, 2, 4
 PAGES = (5, 9, 6)
 TOKEN, LAST = (FirstToken(0, 8, 0, ((8, -0.5),)),), (FirstToken(0, 8, 2),)
-ACCEPT: list[Instruction] = [Send(P, Accepted(1)), Unhold(P, 1), Arrived("a", TOKEN)]
+ACCEPT: list[Instruction] = [Send(P, Accepted(1)), Arrived("a", TOKEN), Unhold(P, 1)]
 
 
 def made(*, up: bool = True, opened: bool = True) -> Reader:
@@ -141,7 +141,7 @@ def test_a_ticket_without_pages_is_accepted_at_once() -> None:
 def test_a_finish_with_token_0_is_accepted_unverified() -> None:
     reader = made()
     out = reader.receive(P, Complete(1, LAST, b""), 0.0)
-    assert out == [Send(P, Accepted(1)), Unhold(P, 1), Arrived("a", LAST, verified=False)]
+    assert out == [Send(P, Accepted(1)), Arrived("a", LAST, verified=False), Unhold(P, 1)]
 
 
 def test_a_complete_without_token_0_is_refused() -> None:
@@ -195,7 +195,7 @@ def test_what_a_dead_writer_completed_counts() -> None:
     reader = made()
     out = reader.receive(P, complete(), 0.0)
     assert reader.writer_dead(P) == []
-    assert answer(reader, out) == [Unhold(P, 1), Arrived("a", TOKEN)]
+    assert answer(reader, out) == [Arrived("a", TOKEN), Unhold(P, 1)]
     assert reader.receive(P, complete(), 0.0) == reader.writer_up(P, 0.0) == []
     reader.check(idle=True)
 
