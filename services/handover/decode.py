@@ -93,6 +93,7 @@ class DecodeHandover:
         self._links = links
         self._digester = digester or CpuDigester(pool_bytes(pool))
         self.awake_until = 0.0
+        self._eager = pool.device.type == "cuda"  # a writer on a CPU needs the cores itself
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
         self._rehearse = rehearse
@@ -141,6 +142,10 @@ class DecodeHandover:
         self._inbox.tell(lambda: self._on_message(writer, message), always)
 
     # Engine thread: Handover
+
+    def look(self) -> None:
+        """See `Handover`."""
+        self._links.look()
 
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:
         """See `Handover`."""
@@ -235,7 +240,7 @@ class DecodeHandover:
         """For a step that will come soon: its way is gone once, unless the last layers have come."""
         if any(layers < self._layers for _, layers, _ in progress.entries):
             self._rehearse()
-        if any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
+        if self._eager and any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
             self.awake_until = self._clock() + NEAR_S
 
     # What they have in common

@@ -41,12 +41,9 @@ class Traffic:
     pairs: Mapping[int, PairSpeed] = field(default_factory=dict)  # by reader; replaced, never edited
 
 
-AWAKE_S = 20e-6
-"""A thread that waits for what comes within milliseconds looks so often: a core that falls asleep meanwhile is slow for
-half a millisecond, until its caches are filled again."""
-
 NEAR_S = 0.05
-"""For so long at most it does so each time."""
+"""For so long at most a thread looks again and again for what comes within milliseconds, and does not sleep: to be
+woken by another one takes longer than what is to be done then."""
 
 
 class Handover(Protocol):
@@ -71,7 +68,7 @@ class Handover(Protocol):
     """See there."""
 
     awake_until: float
-    """Until then, by the monotonic clock, the engine's thread waits with its eyes open (`AWAKE_S`) if it waits."""
+    """Until then, by the monotonic clock, the engine's thread does not sleep where it waits, but calls `look`."""
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Called once by `Driver.__init__`, before the thread starts.
@@ -80,6 +77,10 @@ class Handover(Protocol):
         finish) and KV that is lost (a failure). The engine has already dropped what is reported as finished or failed,
         and the hand-over has forgotten it; `gone` may follow and does nothing.
         """
+        ...
+
+    def look(self) -> None:
+        """Posts what a peer says just now, if it does."""
         ...
 
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:
@@ -115,6 +116,9 @@ class NoHandover:
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Nothing happens outside of a step."""
+
+    def look(self) -> None:
+        """Nobody says anything."""
 
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:
         """Nothing to arrange."""

@@ -24,7 +24,7 @@ from .wire_link import from_writer, read_from_writer
 
 log = logging.getLogger(__name__)
 
-_MOST = 1 << 17  # bytes of a datagram; a longer message goes by the link only
+_MOST = 1 << 16  # bytes of a datagram; a longer message goes by the link only
 _SECRET = 16  # bytes
 _NAME = 8  # bytes of an incarnation
 _JOIN_S = 5.0
@@ -68,13 +68,20 @@ class LaneEnd:
     def _secret(self, writer: int) -> bytes:
         return blake2b(_name(writer), key=self._key, digest_size=_SECRET).digest()
 
+    def look(self) -> None:
+        """Any thread: takes what is there, if anything is; whoever waits for it anyhow need not be woken up for it."""
+        try:
+            datagram = self._socket.recv(_MOST + 1, socket.MSG_DONTWAIT)
+        except OSError:  # nothing, or closed
+            return
+        self._take(memoryview(datagram))
+
     def _read(self) -> None:
-        room = memoryview(bytearray(_MOST + 1))
         with self._socket:  # once nobody reads it, writers are refused, and take the link
             while not self._closing:
-                size = self._socket.recv_into(room)
+                datagram = self._socket.recv(_MOST + 1)
                 if not self._closing:
-                    self._take(room[:size])
+                    self._take(memoryview(datagram))
 
     def _take(self, datagram: memoryview) -> None:
         """Never raises: whoever sent it has no right to stop the others."""

@@ -77,6 +77,11 @@ class LinkClient:
         """Any thread: messages for writers; dropped where no link stands."""
         self._loop.call_soon_threadsafe(self._put, batches)
 
+    def look(self) -> None:
+        """Any thread: takes what came by the lane just now, if anything did."""
+        if (lane := self._lane) is not None:
+            lane.look()
+
     async def stop(self) -> None:
         """Ends all links. Nothing is told to the events any more."""
         self._events = None

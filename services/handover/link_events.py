@@ -76,6 +76,10 @@ class WriterEvents(Protocol):
 class WriterLinks(Protocol):
     """What the decode side needs of its links: `LinkClient`."""
 
+    def look(self) -> None:
+        """Any thread: takes what came by a lane just now, if anything did."""
+        ...
+
     def attach(self, events: WriterEvents) -> None:
         """Where events go."""
         ...

@@ -144,6 +144,9 @@ class PrefillHandover:
 
     # Engine thread: Handover
 
+    def look(self) -> None:
+        """See `Handover`. What comes concerns a step, if anything."""
+
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:
         """See `Handover`."""
         if request.work is not Work.PREFILL:

@@ -8,7 +8,9 @@ import torch
 
 from ...engine.batch import Launched
 from ...kvtransfer.event_waiter import EventWaiter
-from .handover import AWAKE_S, NEAR_S
+from .handover import NEAR_S
+
+_LOOK_S = 20e-6
 
 
 class NewsWait:
@@ -52,7 +54,7 @@ class NewsWait:
         self._waiter.add(event, seen)
         while not ended.is_set():
             awake = time.monotonic() < self._awake_until
-            if self._wake.wait(AWAKE_S if awake else None):
+            if self._wake.wait(_LOOK_S if awake else None):
                 self._wake.clear()
                 self._handle()
             if awake and event.query():

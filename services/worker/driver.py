@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ...engine.core import EngineCore, Load
 from ...engine.request import Request, SequenceKey, StepResult, Work, sample_keys
 from ...errors import InvalidRequest, TwostrokeError
-from ..handover.handover import AWAKE_S, Handover, PeerAddress
+from ..handover.handover import Handover, PeerAddress
 from .calls import Calls
 from .idle_check import CHECK_S, IdleCheck
 from .step_faults import StepFaults
@@ -193,8 +193,10 @@ class Driver:
     def _wait(self, until: float) -> Callable[[], None]:
         """The next event; queue.Empty where none comes until then."""
         while self._clock() < min(self.handover.awake_until, until):
+            self.handover.look()
             with contextlib.suppress(queue.Empty):
-                return self._events.get(timeout=AWAKE_S)
+                return self._events.get_nowait()
+            time.sleep(0)  # lets other threads have the interpreter
         return self._events.get(timeout=max(0.0, until - self._clock()))
 
     def _step(self) -> bool:
