@@ -39,10 +39,11 @@ from ...kvtransfer.messages import (
 )
 from ...kvtransfer.pool_pages import CpuDigester, Digester, pool_bytes
 from ...kvtransfer.reader import Reader
-from .handover import NEAR_S, Emit, PeerAddress, Post, Traffic
+from .handover import Emit, PeerAddress, Post, Traffic
 from .inbox import Inbox, always
 from .known_writers import KnownWriters
 from .link_events import WriterLinks
+from .rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,11 @@ class DecodeHandover:
         self._core = core
         self._links = links
         self._digester = digester or CpuDigester(pool_bytes(pool))
-        self.awake_until = 0.0
         self._eager = pool.device.type == "cuda"  # a writer on a CPU needs the cores itself
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
         self._rehearse = rehearse
+        self._rehearsal = Rehearsal((self._rehearse_digests, rehearse), clock)
         self._clock = clock
         self._emit: Emit
         self._awaited: dict[SequenceKey, _Awaited] = {}
@@ -146,6 +147,12 @@ class DecodeHandover:
     def look(self) -> None:
         """See `Handover`."""
         self._links.look()
+        self._rehearsal.go()
+
+    @property
+    def awake_until(self) -> float:
+        """See `Handover`."""
+        return self._rehearsal.until
 
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:
         """See `Handover`."""
@@ -237,11 +244,16 @@ class DecodeHandover:
             self._prepare(writer, message)
 
     def _prepare(self, writer: int, progress: Progress) -> None:
-        """For a step that will come soon: its way is gone once, unless the last layers have come."""
-        if any(layers < self._layers for _, layers, _ in progress.entries):
-            self._rehearse()
+        """For the step that will follow."""
+        partial = any(layers < self._layers for _, layers, _ in progress.entries)
         if self._eager and any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
-            self.awake_until = self._clock() + NEAR_S
+            self._rehearsal.near(rest=not partial)
+        elif partial:
+            self._rehearse()
+
+    def _rehearse_digests(self) -> None:
+        sink = Verify(writer=0, ticket=0, first_layer=0, layers=1, ordinal=0, pages=(0,))
+        self._digester.start(sink, lambda _: self._inbox.tell(lambda: None, always))
 
     # What they have in common
 
@@ -321,7 +333,7 @@ class DecodeHandover:
         )
 
     def _arrived(self, arrived: Arrived) -> None:
-        self.awake_until = 0.0
+        self._rehearsal.over()
         key = arrived.key
         awaited = self._awaited.pop(key, None) if isinstance(key, SequenceKey) else None
         if awaited is None or not isinstance(key, SequenceKey):

@@ -67,8 +67,10 @@ class Handover(Protocol):
     traffic: Traffic
     """See there."""
 
-    awake_until: float
-    """Until then, by the monotonic clock, the engine's thread does not sleep where it waits, but calls `look`."""
+    @property
+    def awake_until(self) -> float:
+        """Until then, by the monotonic clock, the engine's thread does not sleep where it waits, but calls `look`."""
+        ...
 
     def attach(self, post: Post, emit: Emit) -> None:
         """Called once by `Driver.__init__`, before the thread starts.
@@ -80,7 +82,7 @@ class Handover(Protocol):
         ...
 
     def look(self) -> None:
-        """Posts what a peer says just now, if it does."""
+        """Posts what a peer says just now, if it does; and does what there is to do while it does not."""
         ...
 
     def submitted(self, request: Request, peer: PeerAddress | None) -> None:

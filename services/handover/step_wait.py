@@ -58,6 +58,7 @@ class NewsWait:
                 self._wake.clear()
                 self._handle()
             if awake and event.query():
+                self._handle()  # copies that were seen to be done meanwhile
                 break
         self._awake_until = 0.0
 
