@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gpu.page_digest import digest_pages
-from .digest_slots import DigestSlots, no_digests, page_ids
+from .digest_slots import DigestSlots, no_digests, page_ids, use_device
 from .event_waiter import EventWaiter
 from .messages import Verify
 from .pool_pages import Digested
@@ -45,10 +45,10 @@ class CudaDigester:
             digested(b"")
             return
         try:
+            use_device(self._device)
             slot = self._slots.take(count)
             self._launch(verify, slot.view(verify.layers, len(verify.pages)))
-            with torch.cuda.stream(self._stream):
-                slot.event.record()
+            slot.event.record(self._stream)
         except Exception:  # then the pages count as wrong
             log.exception("digests could not be computed")
             digested(no_digests(count))
@@ -65,21 +65,21 @@ class CudaDigester:
         verify: Verify,
         out: Tensor,  # int64 [layers, pages], pinned
     ) -> None:
-        with torch.cuda.stream(self._stream):
-            digest_pages(
-                self._words[verify.first_layer : verify.first_layer + verify.layers],
-                self._ids(verify.pages),
-                out,
-                ticket=verify.ticket,
-                first_layer=verify.first_layer,
-                ordinal=verify.ordinal,
-            )
+        digest_pages(
+            self._words[verify.first_layer : verify.first_layer + verify.layers],
+            self._ids(verify.pages),
+            out,
+            ticket=verify.ticket,
+            first_layer=verify.first_layer,
+            ordinal=verify.ordinal,
+            stream=self._stream,
+        )
 
     def _ids(self, pages: tuple[int, ...]) -> Tensor:  # int32 [pages]
         """On the device; the layers of a ticket share them."""
         ids = self._sent.get(pages)
         if ids is None:
-            ids = self._sent[pages] = page_ids(pages, self._device)
+            ids = self._sent[pages] = page_ids(pages, self._stream)
             if len(self._sent) > _REMEMBERED:
                 self._sent.popitem(last=False)
         return ids

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.gpu.page_digest import digest_pages
 from .cuda_runtime import BatchCopy
-from .digest_slots import DigestSlots, page_ids
+from .digest_slots import DigestSlots, page_ids, use_device
 from .event_waiter import EventWaiter
 from .layer_marks import LayerMarks
 from .messages import Copy
@@ -70,24 +70,25 @@ class CudaSource:
         slot = self._slots.take(layers * pages)
         source = LayersAt(self.address + first.layer * self.layer_bytes, self.pages)
         boxes = batch.place(layers, source, target)
-        with torch.cuda.stream(self.stream):
-            if batch.ids is None:
-                batch.ids = page_ids(batch.src, self.device)
-            self.stream.wait_event(self.marks.of(copies[-1].layer))
-            try:
-                self._copy(boxes, len(batch), self.stream.cuda_stream)
-                digest_pages(
-                    self._words[first.layer : first.layer + layers],
-                    batch.ids,
-                    slot.view(layers, pages),
-                    ticket=first.ticket,
-                    first_layer=first.layer,
-                    ordinal=first.ordinal,
-                )
-                slot.event.record()
-            except BaseException:
-                self.stream.synchronize()  # who is told of a failure takes it that nothing is written any more
-                raise
+        use_device(self.device)
+        if batch.ids is None:
+            batch.ids = page_ids(batch.src, self.stream)
+        self.stream.wait_event(self.marks.of(copies[-1].layer))
+        try:
+            self._copy(boxes, len(batch), self.stream.cuda_stream)
+            digest_pages(
+                self._words[first.layer : first.layer + layers],
+                batch.ids,
+                slot.view(layers, pages),
+                ticket=first.ticket,
+                first_layer=first.layer,
+                ordinal=first.ordinal,
+                stream=self.stream,
+            )
+            slot.event.record(self.stream)
+        except BaseException:
+            self.stream.synchronize()  # who is told of a failure takes it that nothing is written any more
+            raise
 
         self._waiter.add(slot.event, self._slots.seen(slot, layers * pages, landed, "a copy"))
 

@@ -70,9 +70,18 @@ class DigestSlots:
         return tell
 
 
-def page_ids(pages: Sequence[int], device: torch.device) -> Tensor:  # int32 [pages]
-    """On the device, as of the current stream; from pinned memory, or the host would wait."""
-    return torch.tensor(pages, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+def page_ids(pages: Sequence[int], stream: torch.cuda.Stream) -> Tensor:  # int32 [pages]
+    """On the stream's device, as of that stream; from pinned memory, or the host would wait."""
+    with torch.cuda.stream(stream):
+        return torch.tensor(pages, dtype=torch.int32).pin_memory().to(stream.device, non_blocking=True)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes it the thread's current one, as launches on a stream of one's choice need it: less than choosing the stream
+    for a stretch of code takes.
+    """
+    if torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
 
 
 def no_digests(count: int) -> bytes:

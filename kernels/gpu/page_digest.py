@@ -1,5 +1,6 @@
 """Digests of KV pages on the GPU: those of `kernels/digest.py`, where their definition and reasons stand."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -67,11 +68,13 @@ def digest_pages(
     ticket: int,
     first_layer: int,
     ordinal: int,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Digests of pages `ids` of each layer; pool[0] is layer `first_layer`. Never waits for the device.
 
     `ordinal` is the place of ids[0] in the ticket's page list; the others follow. The bytes of `out` are what
-    `pool_digests` returns of the same pages on a little-endian machine.
+    `pool_digests` returns of the same pages on a little-endian machine. `stream`: the current one by default; of the
+    current device.
     """
     layers, pages = pool.shape[:2]
     if not ids.shape[0] or not layers:
@@ -83,10 +86,11 @@ def digest_pages(
     arguments = (words, ids, out, pages, _signed(ticket), _signed(ticket >> 32), first_layer, ordinal, size, block)
     kind = (words.device, words.data_ptr() % _ALIGNED, ids.dtype, size, block)
     kernel = _launched.get(kind)
-    if kernel is None:
+    if kernel is not None:
+        kernel[grid](*arguments, stream=None if stream is None else stream.cuda_stream)
+        return
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         _launched[kind] = _page_digest_kernel[grid](*arguments, num_warps=_WARPS)
-    else:
-        kernel[grid](*arguments)
 
 
 def _signed(x: int) -> int:

@@ -97,6 +97,7 @@ class DecodeHandover:
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
         self._rehearse = rehearse
+        self._looks = False
         self._rehearsal = Rehearsal((self._rehearse_digests, rehearse), clock)
         self._clock = clock
         self._emit: Emit
@@ -179,6 +180,10 @@ class DecodeHandover:
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
         """What a step held up; then sends tickets for what was reserved."""
         self._inbox.step_ended()
+        if self._looks:  # steps leave it no time for that
+            self._looks = False
+            self._rehearsal.over()
+            self._links.look_yourself(0.0)
         for reservation in result.reserved:
             awaited = self._awaited.get(reservation.key)
             if awaited is None:
@@ -248,6 +253,8 @@ class DecodeHandover:
         partial = any(layers < self._layers for _, layers, _ in progress.entries)
         if self._eager and any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
             self._rehearsal.near(rest=not partial)
+            self._links.look_yourself(self._rehearsal.until)
+            self._looks = True
         elif partial:
             self._rehearse()
 

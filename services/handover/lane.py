@@ -11,8 +11,8 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 
 from google.protobuf.message import DecodeError
 
@@ -38,11 +38,11 @@ class LaneEnd:
     """
 
     def __init__(self, received: Callable[[int, FromWriter], None]) -> None:
-        """`received`: told the writer's incarnation and what it said, on the reading thread. OSError where the system
-        has no such sockets.
+        """`received`: told the writer's incarnation and what it said, on the thread that read it. OSError where the
+        system has no such sockets.
         """
         self._received = received
-        self._key = secrets.token_bytes(32)
+        self._secrets: dict[int, bytes] = {}  # by writer
         self._address = b"\0twostroke-" + secrets.token_hex(8).encode()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -51,34 +51,56 @@ class LaneEnd:
             self._socket.close()
             raise
         self._closing = False
+        self._resting_until = 0.0
+        self._woken = threading.Event()  # while it rests
         self._thread = threading.Thread(target=self._read, name="kv-lane", daemon=True)
         self._thread.start()
 
     def offer(self, writer: int) -> pb.Lane:
         """For that writer."""
-        return pb.Lane(address=self._address, secret=self._secret(writer))
+        secret = self._secrets.setdefault(writer, secrets.token_bytes(_SECRET))
+        return pb.Lane(address=self._address, secret=secret)
 
-    def close(self) -> None:
-        """Nothing is told any more once it returns. Not on the reading thread."""
-        self._closing = True
-        with contextlib.suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_JOIN_S)
-
-    def _secret(self, writer: int) -> bytes:
-        return blake2b(_name(writer), key=self._key, digest_size=_SECRET).digest()
+    def rest(self, until: float) -> None:
+        """The caller looks himself until then, by the monotonic clock; the thread, which would be in his way, does
+        nothing meanwhile. 0: it goes on.
+        """
+        resting, self._resting_until = self._resting_until, until
+        if not until:
+            self._woken.set()
+        elif not resting:
+            self._woken.clear()
+            self._nudge()
 
     def look(self) -> None:
-        """Any thread: takes what is there, if anything is; whoever waits for it anyhow need not be woken up for it."""
+        """Takes what is there, if anything is. Any thread."""
         try:
             datagram = self._socket.recv(_MOST + 1, socket.MSG_DONTWAIT)
         except OSError:  # nothing, or closed
             return
         self._take(memoryview(datagram))
 
+    def close(self) -> None:
+        """Nothing is told any more once it returns. Not on the reading thread."""
+        self._closing = True
+        self._woken.set()
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_JOIN_S)
+
+    def _nudge(self) -> None:
+        """The thread wakes up and sees what it shall do."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nudge:
+            nudge.setblocking(False)
+            nudge.sendto(b"", self._address)
+
     def _read(self) -> None:
         with self._socket:  # once nobody reads it, writers are refused, and take the link
             while not self._closing:
+                if (left := self._resting_until - time.monotonic()) > 0:
+                    self._woken.wait(left)
+                    self._resting_until = 0.0
+                    continue
                 datagram = self._socket.recv(_MOST + 1)
                 if not self._closing:
                     self._take(memoryview(datagram))
@@ -87,7 +109,8 @@ class LaneEnd:
         """Never raises: whoever sent it has no right to stop the others."""
         head = _NAME + _SECRET
         writer = int.from_bytes(datagram[:_NAME], "big")
-        if len(datagram) > _MOST or not hmac.compare_digest(datagram[_NAME:head], self._secret(writer)):
+        secret = self._secrets.get(writer)
+        if secret is None or len(datagram) > _MOST or not hmac.compare_digest(datagram[_NAME:head], secret):
             return
         try:
             message = read_from_writer(pb.FromPrefill.FromString(bytes(datagram[head:])))

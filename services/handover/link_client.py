@@ -82,6 +82,11 @@ class LinkClient:
         if (lane := self._lane) is not None:
             lane.look()
 
+    def look_yourself(self, until: float) -> None:
+        """One thread: nobody else does until then, by the monotonic clock; 0: somebody does again."""
+        if (lane := self._lane) is not None:
+            lane.rest(until)
+
     async def stop(self) -> None:
         """Ends all links. Nothing is told to the events any more."""
         self._events = None

@@ -77,7 +77,11 @@ class WriterLinks(Protocol):
     """What the decode side needs of its links: `LinkClient`."""
 
     def look(self) -> None:
-        """Any thread: takes what came by a lane just now, if anything did."""
+        """Takes what came by a lane just now, if anything did."""
+        ...
+
+    def look_yourself(self, until: float) -> None:
+        """Nobody else does until then, by the monotonic clock; 0: somebody does again."""
         ...
 
     def attach(self, events: WriterEvents) -> None:

@@ -35,7 +35,7 @@ class Event:
     def __init__(self, **_: Any) -> None:
         self.error: Exception | None = None
 
-    def record(self) -> None:
+    def record(self, _: Any = None) -> None:
         LOG.append(("record", self))
 
     def synchronize(self) -> None:
@@ -50,6 +50,7 @@ class Stream:
     """Remembers what it waits for."""
 
     cuda_stream = 77
+    device = torch.device("cpu")
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -105,6 +106,7 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_source, "BatchCopy", BatchCopy)
 
 
