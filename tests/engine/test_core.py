@@ -80,6 +80,25 @@ class TestPrefill:
         assert engine.core.state_of(key) is None
         engine.core.check_integrity(idle=True)
 
+    @pytest.mark.parametrize("then", ["publish", "release", "next step"])
+    def test_its_pages_are_found_once_it_is_told_of(self, then: str) -> None:
+        """Not in the step that ends it: a client waits for that one's hand-over."""
+        engine = FakeEngine(token_budget=64)
+        key = engine.add(1, prompt_of(10), Work.PREFILL)
+        engine.step()
+        assert engine.core.state_of(key) is State.HELD
+        assert len(engine.core.pool.prefix) == 0
+        if then == "publish":
+            engine.core.publish()
+            assert len(engine.core.pool.prefix) == 2
+        if then == "release":
+            engine.core.release(key)
+            assert len(engine.core.pool.prefix) == 2
+        engine.add(2, prompt_of(16), Work.PREFILL)
+        engine.step()
+        assert engine.progress[-1][1].ready == 16
+        assert engine.runner.tokens_run == 10 + 8
+
     def test_the_hook_hears_of_each_chunk_in_each_layer(self) -> None:
         engine = FakeEngine(token_budget=6)
         engine.add(1, prompt_of(10), Work.PREFILL)
@@ -324,7 +343,7 @@ class TestFailure:
         engine.add(1, prompt_of(9), max_tokens=4)
         engine.runner.fail_with = RuntimeError()
         engine.step()
-        assert engine.core.pool.cached == 0
+        assert len(engine.core.pool.prefix) == 0
         again = engine.add(2, prompt_of(9), max_tokens=4)
         engine.drain()
         assert engine.firsts[again].timings.cached_tokens == 0  # type: ignore[union-attr]

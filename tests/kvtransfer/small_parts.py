@@ -51,6 +51,7 @@ class Instance:
     preempts: int = 0
     late_verify: bool = False  # D digests later, in any order
     progress: bool = True  # P tells how far it is after each step
+    lane: bool = False  # what P says of progress and ends may overtake what it said before
     mix_incarnations: bool = False  # a fault of the network's: late messages are taken for the successor's
 
 

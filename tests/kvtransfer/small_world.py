@@ -6,6 +6,8 @@ goes on during a freeze (its launched copies write, its peer's clock runs, its p
 
 from collections.abc import Iterator
 
+from twostroke.kvtransfer.messages import Complete, Progress
+
 from .small_parts import REPEAT_S, VALID_S
 from .small_prefill import PrefillSide
 from .small_sides import DecodeSide
@@ -113,6 +115,8 @@ class SmallWorld(Parts):
                 alive = self.side(state, d).alive, self.side(state, p).alive
                 if link.to_decode:
                     yield ("to_decode", d, p), GOOD | CALM
+                if self.instance.lane:
+                    yield from ((("to_decode", d, p, place), 0) for place in _by_lane(link))
                 if link.to_prefill:
                     yield ("to_prefill", d, p), GOOD | CALM
                 if not link.up and all(alive) and not link.to_decode:
@@ -193,11 +197,13 @@ class SmallWorld(Parts):
         peer = self.side(state, bound[1] if kind == "reserve" else bound[0])
         return self._react(state, index, (kind, key, peer.incarnation))
 
-    def _deliver(self, state: State, kind: str, d: int, p: int) -> State:
+    def _deliver(self, state: State, kind: str, d: int, p: int, place: int = 0) -> State:
+        """`place`: among what is under way; the first, but for what goes by a lane."""
         link = self.link(state, d, p)
         if kind == "to_decode":
-            message, index, peer = link.to_decode[0], d, p
-            state = self._set_link(state, d, p, lambda link: link._replace(to_decode=link.to_decode[1:]))
+            message, index, peer = link.to_decode[place], d, p
+            left = (*link.to_decode[:place], *link.to_decode[place + 1 :])
+            state = self._set_link(state, d, p, lambda link: link._replace(to_decode=left))
         else:
             message, index, peer = link.to_prefill[0], p, d
             state = self._set_link(state, d, p, lambda link: link._replace(to_prefill=link.to_prefill[1:]))
@@ -245,3 +251,8 @@ class SmallWorld(Parts):
 
 def _said(link: SmallLink, word: str) -> SmallLink:
     return link._replace(to_decode=(*link.to_decode, word), to_prefill=(*link.to_prefill, word))
+
+
+def _by_lane(link: SmallLink) -> Iterator[int]:
+    """Places of the messages that may overtake what was said before them."""
+    yield from (i for i, m in enumerate(link.to_decode) if i and isinstance(m, Progress | Complete))

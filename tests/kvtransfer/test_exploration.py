@@ -33,6 +33,8 @@ QUICK: dict[str, Instance] = {
     "two layers": Instance(ONE, layers=2, corrupt=1, cancels=1),
     "pages fill by and by": Instance((SmallJob((1, 2, 3)),), page_size=2, cancels=1, corrupt=1),
     "a prefix is cached": Instance((SmallJob(first_page=1), SmallJob((1,), first_page=1)), breaks=1),
+    "a lane overtakes its link": Instance(TWO, cancels=1, breaks=1, lane=True, progress=False),
+    "a lane overtakes a resend": Instance(ONE, breaks=1, corrupt=2, lane=True),
     "token 0 is the last": Instance((SmallJob(finish=1), SmallJob((1,))), corrupt=1),
 }
 
@@ -46,6 +48,9 @@ FULL: dict[str, Instance] = {
     "clients cancel both": Instance(TWO, cancels=2),
     "all of it at once": Instance(
         SHORT[:1], cancels=1, breaks=1, corrupt=1, crash_prefill=1, crash_decode=1, expiries=1
+    ),
+    "a lane overtakes whatever happens": Instance(
+        ONE, cancels=1, breaks=1, late=1, corrupt=1, crash_prefill=1, expiries=1, lane=True
     ),
     "two layers, two requests": Instance(TWO, layers=2, corrupt=1, breaks=1, progress=False),
     "late digests, a link breaks": Instance(TWO, late_verify=True, corrupt=1, breaks=1),

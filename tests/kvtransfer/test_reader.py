@@ -231,3 +231,14 @@ def test_a_sequence_has_one_ticket_at_a_time() -> None:
     with pytest.raises(TwostrokeError, match="1 tickets are left"):
         reader.check(idle=True)
     assert reader.receive(99, complete(), 0.0) == reader.writer_down(99, 0.0) == []
+
+
+def test_when_the_rest_comes_soon() -> None:
+    reader = Reader(layers=32, page_size=4, pool=POOL)
+    reader.writer_up(P, 0.0)
+    reader.open(P, "a", PAGES, 4, 0.0)
+    assert not reader.nearly_there(P, 1, 27, len(PAGES))
+    assert reader.nearly_there(P, 1, 28, len(PAGES))
+    assert not reader.nearly_there(P, 1, 32, len(PAGES) - 1)  # another chunk follows
+    assert not reader.nearly_there(P, 2, 32, len(PAGES))  # of another time
+    assert not reader.nearly_there(P + 1, 1, 32, len(PAGES))

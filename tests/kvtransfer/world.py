@@ -4,6 +4,8 @@ Everything that may vary is drawn by a `Pick`, so that hypothesis or a seeded ge
 that name what was written there; each event is checked at once, and `settle` brings all to rest.
 """
 
+from twostroke.kvtransfer.messages import Complete, Progress
+
 from .world_base import Processes
 from .world_parts import D_PAGES, LAYERS, P_PAGES, PAGE, Job, Link, Pick, Prefill, Violation, need
 
@@ -145,14 +147,17 @@ class World(Processes):
         """The next events of every link reach their ends."""
         for (decode, prefill), link in list(self.links.items()):
             for _ in range(pick(4)):
-                self._to_decode(decode, prefill, link)
+                self._to_decode(decode, prefill, link, pick)
             for _ in range(pick(4)):
                 self._to_prefill(decode, prefill, link)
 
-    def _to_decode(self, decode: int, prefill: int, link: Link) -> None:
+    def _to_decode(self, decode: int, prefill: int, link: Link, pick: Pick = lambda n: 0) -> None:
         d = self.decodes[decode]
         if d.alive and not d.frozen and link.to_decode:
-            event = link.to_decode.popleft()
+            by_lane = [i for i, m in enumerate(link.to_decode) if isinstance(m, Progress | Complete)]
+            place = by_lane[pick(len(by_lane))] if by_lane and pick(2) else 0  # overtakes what was said before
+            event = link.to_decode[place]
+            del link.to_decode[place]
             if event == "up":
                 self.run_decode(d, d.reader.writer_up(prefill, self.now))
             elif event == "down":

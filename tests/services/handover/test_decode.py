@@ -30,6 +30,8 @@ class Links:
     def __init__(self) -> None:
         self.sent: list[kv.FromReader] = []
         self.wanted: list[PeerAddress] = []
+        self.looked = 0
+        self.alone_until = 0.0
 
     def attach(self, events: Any) -> None:
         self.events = events
@@ -40,6 +42,12 @@ class Links:
     def send(self, batches: Mapping[int, Sequence[kv.FromReader]]) -> None:
         assert set(batches) == {WRITER}
         self.sent += batches[WRITER]
+
+    def look(self) -> None:
+        self.looked += 1
+
+    def look_yourself(self, until: float) -> None:
+        self.alone_until = until
 
 
 class Side:
@@ -279,6 +287,54 @@ def test_an_engine_with_nothing_to_do_rehearses_while_kv_comes(side: Side) -> No
         side.step()
     assert sorted(side.tokens.values()) == sorted(expected_tokens(prompt, 4) for prompt in prompts)
     side.over()
+
+
+def test_an_engine_on_a_gpu_does_not_sleep_before_the_last_layers_come(side: Side) -> None:
+    side.handover._eager = True
+    side.handover.writer_up(WRITER)
+    key = side.submit(prompt := random_prompt(4, 8))
+    side.step()
+    ticket = side.ticket()
+    digests = side.write(ticket, prompt)
+
+    def told(layers: int, pages: int) -> float:
+        side.handover.received(WRITER, kv.Progress(((ticket.ticket, layers, pages), (99, LAYERS, 9))))
+        return side.handover.awake_until
+
+    assert told(LAYERS - 1, 2) == 0.0, "that may take a while"
+    assert told(LAYERS, 1) == 0.0, "another chunk follows"
+    assert side.rehearsed == 1, "once for what may take a while"
+    assert told(LAYERS, 2) > side.now
+    assert side.links.alone_until == side.handover.awake_until
+    side.now += 0.01
+    side.handover.look()
+    assert (side.links.looked, side.rehearsed) == (1, 1), "the rest comes any moment"
+    side.complete(ticket, digests, expected_tokens(prompt, 1)[0])
+    assert side.handover.awake_until == 0.0
+    assert side.links.alone_until > 0.0, "until the step is launched"
+    side.step()
+    assert side.links.alone_until == 0.0
+    while key in side.core._roster.live:
+        side.step()
+    side.over()
+
+
+def test_what_the_reader_says_waits_for_the_launch(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for `Accepted` waits for pages only; a loop at work would hold the launch up."""
+    monkeypatch.setattr(side.runner, "overlaps", True, raising=False)
+    side.handover.writer_up(WRITER)
+    side.submit(prompt := random_prompt(4, 8))
+    side.step()
+    ticket = side.ticket()
+    side.complete(ticket, side.write(ticket, prompt), expected_tokens(prompt, 1)[0])
+    assert side.core.launches_only()
+    assert side.sent(kv.Accepted) == []
+    side.step()
+    assert side.sent(kv.Accepted) == [kv.Accepted(1)]
+    side.submit(random_prompt(5, 8))  # a step is on its way
+    side.handover.writer_down(WRITER)
+    while side.core.has_work():
+        side.step()
 
 
 def test_wrong_digests_are_asked_for_again(side: Side) -> None:

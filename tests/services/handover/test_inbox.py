@@ -108,6 +108,35 @@ def test_a_step_that_is_computed_already_is_not_waited_for() -> None:
     wait.close()
 
 
+def test_a_wait_that_is_nearly_over_looks_itself() -> None:
+    """The other thread's word is not needed; what came last is handled before the wait ends."""
+
+    class Unseen(Event):
+        def synchronize(self) -> None:
+            over.wait(10)
+
+    over, handled, step = threading.Event(), list[str](), LateStep(0, [])
+    step.event = Unseen()
+    inbox = inbox_of(ordered=False)
+
+    def copied() -> None:
+        handled.append("copied")
+        inbox.stay_awake()
+        threading.Timer(0.01, ends).start()
+
+    def ends() -> None:
+        step.event.record()
+        inbox.tell(lambda: handled.append("last"), always)
+
+    inbox.tell(copied, always)
+    inbox.wait(step)
+    inbox.within_step()
+    assert handled == ["copied", "last"]
+    assert not over.is_set()
+    over.set()
+    inbox.close()
+
+
 def test_a_device_that_fails_ends_the_wait() -> None:
     class Broken(Event):
         def synchronize(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -123,6 +124,15 @@ class RecordingHandover(NoHandover):
         self.refusal: Exception | None = None
         self.post: Any = None
         self.emit: Any = None
+        self.awake_until = 0.0
+        self.looked = 0
+        self.found: Callable[[], None] | None = None
+
+    def look(self) -> None:
+        self.looked += 1
+        found, self.found = self.found, None
+        if found is not None:
+            found()
 
     def attach(self, post: Any, emit: Any) -> None:
         self.post, self.emit = post, emit
@@ -181,6 +191,33 @@ async def test_results_come_one_call_a_step_in_order(bench: Bench) -> None:
     assert [[o.tokens[0].token_id for o in result.outputs] for result in got] == [[n, n] for n in range(50)]
     assert len(bench.core.threads) == 1
     assert bench.core.threads != {threading.get_ident()}
+
+
+async def test_pages_become_findable_when_there_is_nothing_else_to_do(bench: Bench) -> None:
+    bench.driver.post(lambda: bench.core.steps.append(StepResult(outputs=[output(1)], progress=True)))
+    seen: list[int] = []
+    bench.core.on_step = lambda: seen.append(bench.core.published)
+    assert [o.key for o in (await bench.results.get()).outputs] == [key(1)]
+    await bench.settled()
+    assert bench.core.published > seen[0]
+
+
+async def test_while_something_is_near_it_looks_and_does_not_sleep(bench: Bench) -> None:
+    await bench.settled()
+    assert bench.handover.looked == 0
+    bench.handover.awake_until = time.monotonic() + 60
+    await bench.settled()
+    ran = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    bench.handover.found = lambda: bench.driver.post(lambda: loop.call_soon_threadsafe(ran.set))
+    async with asyncio.timeout(10):
+        await ran.wait()  # what it found was run without anybody else's help
+    assert bench.handover.looked > 1
+    bench.handover.awake_until = 0.0
+    await bench.settled()
+    looked = bench.handover.looked
+    await asyncio.sleep(0.05)
+    assert bench.handover.looked == looked
 
 
 async def test_until_a_step_is_due_events_run_and_what_they_emit_is_told(bench: Bench) -> None:
