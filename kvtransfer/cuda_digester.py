@@ -45,7 +45,6 @@ class CudaDigester:
             digested(b"")
             return
         try:
-            use_device(self._device)
             slot = self._slots.take(count)
             self._launch(verify, slot.view(verify.layers, len(verify.pages)))
             slot.event.record(self._stream)
@@ -65,6 +64,7 @@ class CudaDigester:
         verify: Verify,
         out: Tensor,  # int64 [layers, pages], pinned
     ) -> None:
+        use_device(self._device)
         digest_pages(
             self._words[verify.first_layer : verify.first_layer + verify.layers],
             self._ids(verify.pages),

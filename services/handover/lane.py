@@ -5,10 +5,11 @@ token 1. So what a client waits for goes this way where it can. The ticket proto
 the link carries, nor that it is lost: the prefill worker says again what is not answered.
 """
 
-import contextlib
 import hmac
 import logging
+import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -52,7 +53,8 @@ class LaneEnd:
             raise
         self._closing = False
         self._resting_until = 0.0
-        self._woken = threading.Event()  # while it rests
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # the thread wakes up and sees what it shall do
+        self._go_on = threading.Event()  # while it rests
         self._thread = threading.Thread(target=self._read, name="kv-lane", daemon=True)
         self._thread.start()
 
@@ -67,10 +69,10 @@ class LaneEnd:
         """
         resting, self._resting_until = self._resting_until, until
         if not until:
-            self._woken.set()
-        elif not resting:
-            self._woken.clear()
-            self._nudge()
+            self._go_on.set()
+        elif not resting and not self._closing:
+            self._go_on.clear()
+            os.eventfd_write(self._bell, 1)
 
     def look(self) -> None:
         """Takes what is there, if anything is. Any thread."""
@@ -81,29 +83,26 @@ class LaneEnd:
         self._take(memoryview(datagram))
 
     def close(self) -> None:
-        """Nothing is told any more once it returns. Not on the reading thread."""
+        """Nothing is told any more once it returns. Once, not on the reading thread, and not beside `rest`."""
         self._closing = True
-        self._woken.set()
-        with contextlib.suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._go_on.set()
+        os.eventfd_write(self._bell, 1)
         self._thread.join(_JOIN_S)
-
-    def _nudge(self) -> None:
-        """The thread wakes up and sees what it shall do."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nudge:
-            nudge.setblocking(False)
-            nudge.sendto(b"", self._address)
+        os.close(self._bell)
 
     def _read(self) -> None:
+        wait = select.poll()
         with self._socket:  # once nobody reads it, writers are refused, and take the link
+            wait.register(self._socket, select.POLLIN)
+            wait.register(self._bell, select.POLLIN)
             while not self._closing:
                 if (left := self._resting_until - time.monotonic()) > 0:
-                    self._woken.wait(left)
+                    self._go_on.wait(left)
                     self._resting_until = 0.0
-                    continue
-                datagram = self._socket.recv(_MOST + 1)
-                if not self._closing:
-                    self._take(memoryview(datagram))
+                elif any(end == self._bell for end, _ in wait.poll()):
+                    os.eventfd_read(self._bell)
+                else:
+                    self.look()
 
     def _take(self, datagram: memoryview) -> None:
         """Never raises: whoever sent it has no right to stop the others."""

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class NewsWait:
             return
         self._wake.clear()
         self._handle()
-        if event.query():
+        if _happened(event):
             return
         if self._waiter is None:
             self._waiter = EventWaiter("step-wait", self._begin)
@@ -57,7 +58,7 @@ class NewsWait:
             if self._wake.wait(_LOOK_S if awake else None):
                 self._wake.clear()
                 self._handle()
-            if awake and event.query():
+            if awake and _happened(event):
                 self._handle()  # copies that were seen to be done meanwhile
                 break
         self._awake_until = 0.0
@@ -70,3 +71,11 @@ class NewsWait:
     def _begin(self) -> None:
         if self._device.type == "cuda":  # or the thread would make itself a context on the first one
             torch.cuda.set_device(self._device)
+
+
+def _happened(event: Any) -> bool:
+    """Or it never will, for the device failed: what went wrong, the step's tokens will tell."""
+    try:
+        return bool(event.query())
+    except Exception:
+        return True

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -137,13 +138,13 @@ def test_a_wait_that_is_nearly_over_looks_itself() -> None:
     inbox.close()
 
 
-def test_a_device_that_fails_ends_the_wait() -> None:
-    class Broken(Event):
-        def synchronize(self) -> None:
-            raise RuntimeError("lost")
+@pytest.mark.parametrize("notices", ["query", "synchronize"])
+def test_a_device_that_fails_ends_the_wait(notices: str) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("lost")
 
     step = LateStep(0, [])
-    step.event = Broken()
+    step.event = type("Broken", (Event,), {notices: fails})()
     wait = NewsWait(lambda: None, CPU)
     wait(step)
     wait.close()

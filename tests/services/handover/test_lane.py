@@ -43,7 +43,8 @@ class End:
     def close(self) -> None:
         for lane in self.lanes:
             lane.close()
-        self.end.close()
+        if self.end._thread.is_alive():
+            self.end.close()
 
 
 @pytest.fixture
