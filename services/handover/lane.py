@@ -29,6 +29,7 @@ _MOST = 1 << 16  # bytes of a datagram; a longer message goes by the link only
 _SECRET = 16  # bytes
 _NAME = 8  # bytes of an incarnation
 _JOIN_S = 5.0
+_PREFIX = b"\0twostroke-"  # of addresses: a peer leads us to no other socket of this host
 _URGENT = (Progress, Complete)
 
 
@@ -44,7 +45,7 @@ class LaneEnd:
         """
         self._received = received
         self._secrets: dict[int, bytes] = {}  # by writer
-        self._address = b"\0twostroke-" + secrets.token_hex(8).encode()
+        self._address = _PREFIX + secrets.token_hex(8).encode()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(self._address)
@@ -171,7 +172,8 @@ class Lanes:
     def open(self, reader: ProcessIdentity, offer: pb.Lane) -> None:
         """As its newest link offers; in place of what an older one did."""
         self.close(reader.incarnation)
-        if not offer.address or reader.host != self._identity.host:
+        known = offer.address.startswith(_PREFIX) and len(offer.secret) == _SECRET
+        if not known or reader.host != self._identity.host:
             return
         try:
             self._lanes[reader.incarnation] = Lane(self._identity.incarnation, offer)

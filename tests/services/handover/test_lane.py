@@ -181,7 +181,15 @@ class TestLanes:
         caplog.set_level("INFO")
         lanes = Lanes(self.ME)
         lanes.open(self.THERE, end.end.offer(WRITER))
-        lanes.open(self.HERE, pb.Lane())
+        for address, secret in (
+            (b"", b""),
+            (b"\0other", bytes(16)),
+            (b"/run/log", bytes(16)),
+            (b"\0twostroke-none", b""),
+        ):
+            lanes.open(self.HERE, pb.Lane(address=address, secret=secret))
+        assert caplog.text == ""
+        lanes.open(self.HERE, pb.Lane(address=b"\0twostroke-" + bytes(200), secret=bytes(16)))
         lanes.open(self.HERE, pb.Lane(address=b"\0twostroke-none", secret=bytes(16)))
         assert "by its link" in caplog.text
         assert lanes.send({7: [COMPLETE], 8: [COMPLETE]}) == {7: [COMPLETE], 8: [COMPLETE]}

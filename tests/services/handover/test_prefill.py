@@ -476,3 +476,25 @@ def test_copies_that_complete_later_complete_the_ticket() -> None:
     side.say(kv.Accepted(1))
     side.handover.check(idle=True)
     assert not side.core.pool.holds()
+
+
+def test_it_stays_awake_once_the_last_layers_but_one_have_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, awake = Side(), list[int]()
+    monkeypatch.setattr(side.handover._inbox, "stay_awake", lambda: awake.append(1))
+    side.transport.later = True
+    side.up()
+    key = side.submit(random_prompt(1, 8))
+    side.ticket(1, key, 2)
+    side.step()
+    assert [copy.layer for copy, _ in side.transport.started] == list(range(LAYERS))
+    side.transport.complete(LAYERS - 2)
+    side.run_events()
+    assert awake == []
+    side.transport.complete(1)
+    side.run_events()
+    assert awake == [1]
+    side.transport.complete()
+    side.run_events()
+    assert awake == [1]
+    side.say(kv.Accepted(1))
+    side.handover.check(idle=True)
