@@ -57,8 +57,8 @@ class Times:
             request, station, at = self._seen.popleft()
             lines.append(json.dumps({"request": request, "station": station, "at": at}) + "\n")
         if lines:
-            with self._path.open("a") as file:
-                file.writelines(lines)
+            with self._path.open("ab", buffering=0) as file:  # whole: another process appends to it too
+                file.write("".join(lines).encode())
 
 
 def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -77,7 +77,8 @@ def patch(times: Times) -> None:
     keys: dict[int, str] = {}  # by ticket: one prefill worker and one decode worker
     waits = threading.local()
     awaited: set[str] = set()
-    last = [0.0]  # when a step was seen computed
+    ended: dict[int, float] = {}  # when a step was seen computed, by its event
+    current = [0]  # the event that the engine's thread waited for last
 
     def wait(original: Any, self: Any) -> None:
         waits.steps = threading.current_thread().name == "step-wait"
@@ -86,20 +87,21 @@ def patch(times: Times) -> None:
     def add(original: Any, self: Any, event: Any, seen: Any) -> None:
         def told(error: Exception | None) -> None:
             if getattr(waits, "steps", False):
-                last[0] = time.monotonic()
+                ended.setdefault(id(event), time.monotonic())
             seen(error)
 
         original(self, event, told)
 
     def step_wait(original: Any, self: Any, step: Any) -> None:
         original(self, step)
-        last[0] = last[0] or time.monotonic()
+        current[0] = id(getattr(step, "event", None))
+        ended.setdefault(current[0], time.monotonic())
 
     def stepped(original: Any, self: Any, result: Any) -> Any:
         for key in result.prefilled:
-            times.note(key, "computed", last[0] or None)
+            times.note(key, "computed", ended.get(current[0]))
             times.note(key, "taken in")
-        last[0] = 0.0
+        ended.clear()
         return original(self, result)
 
     def say_complete(original: Any, self: Any, push: Any) -> Any:

@@ -143,7 +143,7 @@ class EngineCore:
             return
         sequence.released = True
         if sequence.reported:
-            self._roster.release(sequence)
+            self._roster.drop(sequence)
 
     def kv_arrived(self, key: SequenceKey, first: Token, finish: FinishReason | None) -> SequenceOutput | None:
         """`samples_arrived` for a single sample: the output that repeats token 0, or None."""

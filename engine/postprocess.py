@@ -195,7 +195,7 @@ class Postprocessor:
 
     def _end_prefill(self, sequence: Sequence) -> None:
         if sequence.released:
-            self._roster.release(sequence)
+            self._roster.drop(sequence)
         else:
             self._roster.park(sequence)
 

@@ -145,14 +145,8 @@ class Roster:
         self.held[sequence.key] = sequence
         self._unpublished.append(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """A PREFILL sequence is done, and nobody wants its pages either."""
-        self.publish(sequence)
-        self.drop(sequence)
-
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running or held sequence's pages; it recomputes later. It waits from `requeue` on, not earlier."""
-        self.publish(sequence)  # it will look for them itself
         del (self.running if sequence.state is State.RUNNING else self.held)[sequence.key]
         self._give_back(sequence)
         sequence.state = State.WAITING  # after its siblings' places were given back
@@ -187,7 +181,10 @@ class Roster:
         return carried
 
     def _give_back(self, sequence: Sequence) -> None:
-        """The only way on which a sequence loses its pages. A page under a ticket stays out of use by its hold."""
+        """The only way on which a sequence loses its pages. A page under a ticket stays out of use by its hold. What
+        was computed others find, and it too where it will compute again.
+        """
+        self.publish(sequence)
         self.pending.withdraw(sequence.group, sequence.chain[sequence.registered : sequence.announced], sequence.key)
         self.expected -= self._places(sequence)
         pages, sequence.pages, sequence.row = sequence.pages, [], None

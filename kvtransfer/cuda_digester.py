@@ -33,9 +33,10 @@ class CudaDigester:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._waiter = EventWaiter("kv-digests", lambda: torch.cuda.set_device(self._device))
-        slot = self._slots.take(1)
-        self._launch(Verify(writer=0, ticket=1, first_layer=0, layers=1, ordinal=0, pages=(0,)), slot.view(1, 1))
-        self._stream.synchronize()
+        with torch.cuda.device(self._device):
+            slot = self._slots.take(1)
+            self._launch(Verify(writer=0, ticket=1, first_layer=0, layers=1, ordinal=0, pages=(0,)), slot.view(1, 1))
+            self._stream.synchronize()
         self._slots.give(slot)
 
     def start(self, verify: Verify, digested: Digested) -> None:
@@ -45,6 +46,7 @@ class CudaDigester:
             digested(b"")
             return
         try:
+            use_device(self._device)
             slot = self._slots.take(count)
             self._launch(verify, slot.view(verify.layers, len(verify.pages)))
             slot.event.record(self._stream)
@@ -64,7 +66,6 @@ class CudaDigester:
         verify: Verify,
         out: Tensor,  # int64 [layers, pages], pinned
     ) -> None:
-        use_device(self._device)
         digest_pages(
             self._words[verify.first_layer : verify.first_layer + verify.layers],
             self._ids(verify.pages),

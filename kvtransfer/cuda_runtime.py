@@ -88,8 +88,8 @@ def copy_boxes(count: int) -> npt.NDArray[np.void]:
 
 
 class BatchCopy:
-    """`cuMemcpy3DBatchAsync` on boxes that lie ready. A box takes neighbouring pages in all layers of a stretch; with a
-    copy for each layer (`cuMemcpyBatchAsync`) they take the host five times as long.
+    """`cuMemcpy3DBatchAsync` on boxes that lie ready. A box takes neighbouring pages in all layers of a stretch: of
+    many layers and pieces a copy for each layer (`cuMemcpyBatchAsync`) takes the host five times as long.
     """
 
     def __init__(self) -> None:

@@ -67,10 +67,10 @@ class CudaSource:
         if not pages:
             landed(b"")
             return
+        use_device(self.device)
         slot = self._slots.take(layers * pages)
         source = LayersAt(self.address + first.layer * self.layer_bytes, self.pages)
         boxes = batch.place(layers, source, target)
-        use_device(self.device)
         if batch.ids is None:
             batch.ids = page_ids(batch.src, self.stream)
         self.stream.wait_event(self.marks.of(copies[-1].layer))
@@ -118,9 +118,9 @@ class CudaSource:
 
     def _warm_up(self) -> None:
         """Page 0 of layer 0, so that the first push compiles nothing."""
-        slot = self._slots.take(1)
-        with torch.cuda.stream(self.stream):
-            ids = torch.zeros(1, dtype=torch.int32, device=self.device)
-            digest_pages(self._words[:1], ids, slot.view(1, 1), ticket=1, first_layer=0, ordinal=0)
+        with torch.cuda.device(self.device):
+            slot = self._slots.take(1)
+            ids = page_ids((0,), self.stream)
+            digest_pages(self._words[:1], ids, slot.view(1, 1), ticket=1, first_layer=0, ordinal=0, stream=self.stream)
             self.stream.synchronize()
         self._slots.give(slot)

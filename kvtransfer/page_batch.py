@@ -14,7 +14,7 @@ from .transport import check_copy
 
 _REMEMBERED = 64  # batches: tickets whose chunks alternate in one step, and some more
 
-Counts = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PageBatches:
         return batch
 
 
-def merge(src: Sequence[int], dst: Sequence[int]) -> tuple[Counts, Counts, Counts]:
+def merge(src: Sequence[int], dst: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
     """First pages, src and dst, and the lengths of the stretches that are contiguous on both sides."""
     sources, targets = np.array(src, np.int64), np.array(dst, np.int64)
     begins = np.ones(len(sources), np.bool_)

@@ -138,7 +138,12 @@ class Reader:
     def nearly_there(self, writer: int, ticket: int, layers: int, pages: int) -> bool:
         """Whether all pages of that ticket have come in most layers, as `Progress` tells: the rest follows soon."""
         arrival = self._peers[writer].arrivals.get(ticket) if writer in self._peers else None
-        return arrival is not None and pages >= len(arrival.ticket.pages) and 8 * layers >= 7 * self._layers
+        return (
+            arrival is not None
+            and arrival.waiting()
+            and pages >= len(arrival.ticket.pages)
+            and 8 * layers >= 7 * self._layers
+        )
 
     def tick(self, now: float) -> list[Instruction]:
         """Expires tickets and repeats what was not answered."""

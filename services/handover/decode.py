@@ -87,18 +87,21 @@ class DecodeHandover:
         that has nothing else to do: its first step is launched the sooner.
         """
         layers, page_size = pool.shape[0], pool.shape[4]
-        self._layers = layers
         self.reader = Reader(layers=layers, page_size=page_size, pool=pool_id, valid_s=ticket_valid_s)
         self.traffic = Traffic(mismatches=self.reader.mismatches)
         self._core = core
         self._links = links
         self._digester = digester or CpuDigester(pool_bytes(pool))
-        self._eager = pool.device.type == "cuda"  # a writer on a CPU needs the cores itself
         self._inbox = Inbox(pool.device, ordered=True)
         self.wait: StepWait | None = self._inbox.wait
-        self._rehearse = rehearse
-        self._looks = False
-        self._rehearsal = Rehearsal((self._rehearse_digests, rehearse), clock)
+        self._rehearsal = Rehearsal(
+            self.reader,
+            links,
+            (rehearse, self._rehearse_digests),
+            layers=layers,
+            eager=pool.device.type == "cuda",  # a writer on a CPU needs the cores itself
+            clock=clock,
+        )
         self._clock = clock
         self._emit: Emit
         self._awaited: dict[SequenceKey, _Awaited] = {}
@@ -147,8 +150,7 @@ class DecodeHandover:
 
     def look(self) -> None:
         """See `Handover`."""
-        self._links.look()
-        self._rehearsal.go()
+        self._rehearsal.look()
 
     @property
     def awake_until(self) -> float:
@@ -175,15 +177,13 @@ class DecodeHandover:
         """See `Handover`."""
         if self._awaited.pop(key, None) is not None:
             self._run(self.reader.request_gone(key, self._clock()))
-            self._flush()
+        self._flush()  # what waited for a step that this one would have brought about, too
+        self._over_if_idle()
 
     def stepped(self, result: StepResult) -> list[SequenceOutput]:
-        """What a step held up; then sends tickets for what was reserved."""
+        """What a step held up, and what `_flush` kept for it; then sends tickets for what was reserved."""
         self._inbox.step_ended()
-        if self._looks:  # steps leave it no time for that
-            self._looks = False
-            self._rehearsal.over()
-            self._links.look_yourself(0.0)
+        self._rehearsal.over()
         for reservation in result.reserved:
             awaited = self._awaited.get(reservation.key)
             if awaited is None:
@@ -246,21 +246,16 @@ class DecodeHandover:
         self._run(self.reader.receive(writer, message, self._clock()))
         self._flush()
         if isinstance(message, Progress) and not self._inbox.in_step and not self._core.has_work():
-            self._prepare(writer, message)
+            self._rehearsal.told(writer, message)
 
-    def _prepare(self, writer: int, progress: Progress) -> None:
-        """For the step that will follow."""
-        partial = any(layers < self._layers for _, layers, _ in progress.entries)
-        if self._eager and any(self.reader.nearly_there(writer, *entry) for entry in progress.entries):
-            self._rehearsal.near(rest=not partial)
-            self._links.look_yourself(self._rehearsal.until)
-            self._looks = True
-        elif partial:
-            self._rehearse()
+    def _over_if_idle(self) -> None:
+        """Else the step that follows ends the rehearsal."""
+        if not self._core.has_work():
+            self._rehearsal.over()
 
     def _rehearse_digests(self) -> None:
-        sink = Verify(writer=0, ticket=0, first_layer=0, layers=1, ordinal=0, pages=(0,))
-        self._digester.start(sink, lambda _: self._inbox.tell(lambda: None, always))
+        page_0 = Verify(writer=0, ticket=0, first_layer=0, layers=1, ordinal=0, pages=(0,))
+        self._digester.start(page_0, lambda _: self._inbox.tell(lambda: None, always))
 
     # What they have in common
 
@@ -340,7 +335,11 @@ class DecodeHandover:
         )
 
     def _arrived(self, arrived: Arrived) -> None:
-        self._rehearsal.over()
+        self._rehearsal.sleep()
+        self._arrive(arrived)
+        self._over_if_idle()
+
+    def _arrive(self, arrived: Arrived) -> None:
         key = arrived.key
         awaited = self._awaited.pop(key, None) if isinstance(key, SequenceKey) else None
         if awaited is None or not isinstance(key, SequenceKey):
@@ -354,6 +353,9 @@ class DecodeHandover:
             self._result.outputs += self._core.samples_arrived(key, firsts, measured)
         except TwostrokeError as error:
             self._fail(key, error.message)
+        except Exception as error:  # a fault of ours: its pages must not stay held because of it
+            log.exception("KV that arrived could not be taken")
+            self._fail(key, f"the KV could not be taken: {error}")
 
     def _ended(
         self, key: SequenceKey, index: int, firsts: Mapping[SequenceKey, _First], measured: SequenceTimings

@@ -45,35 +45,51 @@ class LaneEnd:
         """
         self._received = received
         self._secrets: dict[int, bytes] = {}  # by writer
+        self._heard: set[int] = set()
+        self._closing = False
+        self._paused_until = 0.0
+        self._go_on = threading.Event()
         self._address = _PREFIX + secrets.token_hex(8).encode()
+        self._thread = threading.Thread(target=self._read, name="kv-lane", daemon=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(self._address)
+            self._bell = os.eventfd(
+                0, os.EFD_NONBLOCK | os.EFD_CLOEXEC
+            )  # the thread wakes up and sees what it shall do
         except BaseException:
             self._socket.close()
             raise
-        self._closing = False
-        self._resting_until = 0.0
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # the thread wakes up and sees what it shall do
-        self._go_on = threading.Event()  # while it rests
-        self._thread = threading.Thread(target=self._read, name="kv-lane", daemon=True)
         self._thread.start()
 
     def offer(self, writer: int) -> pb.Lane:
-        """For that writer."""
+        """For that writer. The event loop's, like `forget`."""
         secret = self._secrets.setdefault(writer, secrets.token_bytes(_SECRET))
         return pb.Lane(address=self._address, secret=secret)
 
-    def rest(self, until: float) -> None:
+    def forget(self, writer: int) -> None:
+        """No link with it comes again."""
+        self._secrets.pop(writer, None)
+        self._heard.discard(writer)
+
+    def heard(self, writer: int) -> bool:
+        """Whether it has used the offer. Any thread."""
+        return writer in self._heard
+
+    def pause(self, until: float) -> None:
         """The caller looks himself until then, by the monotonic clock; the thread, which would be in his way, does
-        nothing meanwhile. 0: it goes on.
+        nothing meanwhile. One caller's, like `resume`.
         """
-        resting, self._resting_until = self._resting_until, until
-        if not until:
-            self._go_on.set()
-        elif not resting and not self._closing:
-            self._go_on.clear()
+        reads = self._paused_until <= time.monotonic()
+        self._go_on.clear()
+        self._paused_until = until
+        if reads and not self._closing:
             os.eventfd_write(self._bell, 1)
+
+    def resume(self) -> None:
+        """The thread reads again."""
+        self._paused_until = 0.0
+        self._go_on.set()
 
     def look(self) -> None:
         """Takes what is there, if anything is. Any thread."""
@@ -84,9 +100,11 @@ class LaneEnd:
         self._take(memoryview(datagram))
 
     def close(self) -> None:
-        """Nothing is told any more once it returns. Once, not on the reading thread, and not beside `rest`."""
+        """Nothing is told any more once it returns. Not on the reading thread, and not beside `pause`. Idempotent."""
+        if self._closing:
+            return
         self._closing = True
-        self._go_on.set()
+        self.resume()
         os.eventfd_write(self._bell, 1)
         self._thread.join(_JOIN_S)
         os.close(self._bell)
@@ -97,16 +115,15 @@ class LaneEnd:
             wait.register(self._socket, select.POLLIN)
             wait.register(self._bell, select.POLLIN)
             while not self._closing:
-                if (left := self._resting_until - time.monotonic()) > 0:
+                if (left := self._paused_until - time.monotonic()) > 0:
                     self._go_on.wait(left)
-                    self._resting_until = 0.0
                 elif any(end == self._bell for end, _ in wait.poll()):
                     os.eventfd_read(self._bell)
                 else:
                     self.look()
 
     def _take(self, datagram: memoryview) -> None:
-        """Never raises: whoever sent it has no right to stop the others."""
+        """Does not raise: whoever sent it has no right to stop the others."""
         head = _NAME + _SECRET
         writer = int.from_bytes(datagram[:_NAME], "big")
         secret = self._secrets.get(writer)
@@ -118,7 +135,11 @@ class LaneEnd:
             log.warning("a datagram of %016x cannot be read: %s", writer, error)
             return
         if message is not None:
-            self._received(writer, message)
+            self._heard.add(writer)
+            try:
+                self._received(writer, message)
+            except Exception:
+                log.exception("what %016x said could not be taken", writer)
 
 
 class Lane:
@@ -126,7 +147,7 @@ class Lane:
 
     def __init__(self, writer: int, offer: pb.Lane) -> None:
         """`writer`: our incarnation. OSError where the other end cannot be reached, as out of another container."""
-        self._head = _name(writer) + offer.secret
+        self._head = writer.to_bytes(_NAME, "big") + offer.secret
         self._lock = threading.Lock()
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -199,7 +220,3 @@ class Lanes:
         """Nothing is sent any more."""
         for reader in list(self._lanes):
             self.close(reader)
-
-
-def _name(writer: int) -> bytes:
-    return writer.to_bytes(_NAME, "big")

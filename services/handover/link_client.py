@@ -25,7 +25,7 @@ _LAST_WORDS_S = 1.0
 
 
 class LinkClient:
-    """All links of a decode worker. Built and used on the event loop, `send` and `want` apart.
+    """All links of a decode worker. Built and used on the event loop, `send`, `want` and `lane` apart.
 
     For the worker: `LinkClient(identity, form, liveness, offer)` goes into `DecodeHandover`; call `want` with what the
     gateways' `Peers` name; at the end `driver.stop()`, then `await stop()`, then close the pool and exit soon (a
@@ -77,15 +77,10 @@ class LinkClient:
         """Any thread: messages for writers; dropped where no link stands."""
         self._loop.call_soon_threadsafe(self._put, batches)
 
-    def look(self) -> None:
-        """Any thread: takes what came by the lane just now, if anything did."""
-        if (lane := self._lane) is not None:
-            lane.look()
-
-    def look_yourself(self, until: float) -> None:
-        """One thread: nobody else does until then, by the monotonic clock; 0: somebody does again."""
-        if (lane := self._lane) is not None:
-            lane.rest(until)
+    def lane(self, writer: int) -> LaneEnd | None:
+        """Any thread: by which that writer speaks to us, if it does."""
+        lane = self._lane
+        return lane if lane is not None and lane.heard(writer) else None
 
     async def stop(self) -> None:
         """Ends all links. Nothing is told to the events any more."""
@@ -174,8 +169,13 @@ class LinkClient:
 
     def _bury(self, link: WriterLink) -> None:
         self._links.pop(link.peer.incarnation, None)
+        self._forget(link)
         link.end()
         self._after_revoking(link, self._dead)
+
+    def _forget(self, link: WriterLink) -> None:
+        if self._lane is not None:
+            self._lane.forget(link.peer.incarnation)
 
     def _after_revoking(self, link: WriterLink, tell: Callable[[int], None]) -> None:
         """Tells it once nothing of that writer's reaches our pool any more, not even what is still in a socket."""
@@ -204,6 +204,7 @@ class LinkClient:
         if self._events is None or self._links.get(link.peer.incarnation) is not link:
             return
         del self._links[link.peer.incarnation]
+        self._forget(link)
         log.warning("no link with %s (%016x): %s", link.peer.address, link.peer.incarnation, reason)
         if link.watch is None:
             self._events.writer_refused(link.peer.incarnation, reason, final)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ...kvtransfer.messages import FromReader, FromWriter
 from .handover import PeerAddress
+from .lane import LaneEnd
 from .pool_opener import Opened
 from .wire_link import PoolOffer
 
@@ -39,7 +40,7 @@ class ReaderLinks(Protocol):
         ...
 
     def send(self, batches: Mapping[int, Sequence[FromWriter]]) -> None:
-        """Messages for readers."""
+        """Messages for readers; on the caller's thread, at once, where a lane leads there and a client waits for it."""
         ...
 
 
@@ -76,12 +77,8 @@ class WriterEvents(Protocol):
 class WriterLinks(Protocol):
     """What the decode side needs of its links: `LinkClient`."""
 
-    def look(self) -> None:
-        """Takes what came by a lane just now, if anything did."""
-        ...
-
-    def look_yourself(self, until: float) -> None:
-        """Nobody else does until then, by the monotonic clock; 0: somebody does again."""
+    def lane(self, writer: int) -> LaneEnd | None:
+        """By which that writer speaks to us, if it does."""
         ...
 
     def attach(self, events: WriterEvents) -> None:

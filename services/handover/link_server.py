@@ -212,14 +212,13 @@ class LinkServer:
             reader.queue.end()
             self._down(reader, reader.queue)
         queue = reader.queue = LinkQueue[FromWriter](limit=self._queue_limit, heartbeat_s=self._heartbeat_s)
-        self._lanes.open(reader.identity, lane)
         reader.watch.heard()
         if self._events is not None:
             self._events.reader_up(reader.identity.incarnation, reader.offer, reader.opened)
         log.info("link with %s stands", reader.identity.name)
         try:
             await queue.run(
-                self._receive(reader, queue, requests),
+                self._receive(reader, lane, queue, requests),
                 queue.pump(context.write, from_writer, _heartbeat),
             )
         except Mismatch as error:
@@ -229,14 +228,20 @@ class LinkServer:
             self._down(reader, queue)
 
     async def _receive(
-        self, reader: _Reader, queue: LinkQueue[FromWriter], requests: AsyncIterator[pb.FromDecode]
+        self, reader: _Reader, lane: pb.Lane, queue: LinkQueue[FromWriter], requests: AsyncIterator[pb.FromDecode]
     ) -> None:
-        """Until the stream ends; raises Mismatch for what no honest peer sends."""
+        """Until the stream ends; raises Mismatch for what no honest peer sends. The lane is opened with the first
+        message, by which the link stands at the other end too: what came before that could not be answered.
+        """
+        stands = False
         async for raw in requests:
             reader.watch.heard()
             message = read_from_reader(raw, self._form, reader.offer)
             if reader.queue is not queue or self._events is None:
                 return
+            if not stands:
+                stands = True
+                self._lanes.open(reader.identity, lane)
             if message is not None:
                 self._events.received(reader.identity.incarnation, message)
 

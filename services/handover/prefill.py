@@ -301,7 +301,7 @@ class PrefillHandover:
     def _copied(self, copies: Sequence[Copy], digests: bytes) -> list[Instruction]:
         """The host saw copies completed that were not done at once. Readers hear of it: they digest what has landed."""
         self._inbox.engine(lambda: self._reads.end(copy.copy for copy in copies))
-        if copies[-1].layer == self._last_but_one:
+        if copies[-1].layer == self._last_but_one and self._inbox.in_step:
             self._inbox.stay_awake()
         return [*self._landed(copies, digests), *self.writer.step_ended()]
 
@@ -319,7 +319,7 @@ class PrefillHandover:
             self._prefills.pop(key, None)
 
     def _flush(self) -> None:
-        """One event's messages cross to the loop at once; its failures go to the sessions."""
+        """One event's messages go at once, by a lane or over the loop; its failures go to the sessions."""
         self._flush_messages()
         if self._result.failures and not self._inbox.in_step:
             result, self._result = self._result, StepResult()

@@ -38,8 +38,13 @@ class NewsWait:
     def __call__(self, step: Launched) -> None:
         """Returns once the step is computed, or the device failed: its tokens can be asked for."""
         event = getattr(step, "event", None)
-        if event is None:
-            return
+        if event is not None:
+            try:
+                self._wait(event)
+            finally:
+                self._awake_until = 0.0
+
+    def _wait(self, event: Any) -> None:
         self._wake.clear()
         self._handle()
         if _happened(event):
@@ -61,7 +66,6 @@ class NewsWait:
             if awake and _happened(event):
                 self._handle()  # copies that were seen to be done meanwhile
                 break
-        self._awake_until = 0.0
 
     def close(self) -> None:
         """Ends its thread."""

@@ -21,7 +21,7 @@ from .step_faults import StepFaults
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine wakes up no more often than this
+TICK_S = 0.5  # deadlines, repeats of the ticket protocol; an idle engine that expects nothing wakes up no more often
 LOAD_S = 0.1  # the load is counted no more often than this while steps run
 JOIN_S = 10.0  # a step that takes longer than this at the end is left behind
 

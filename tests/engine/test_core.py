@@ -1,5 +1,7 @@
 """EngineCore: the life of a sequence of each kind of work, its ends, failures, times and figures."""
 
+from collections.abc import Callable
+
 import pytest
 
 from twostroke.engine.batch import LayerHook, Row
@@ -80,19 +82,23 @@ class TestPrefill:
         assert engine.core.state_of(key) is None
         engine.core.check_integrity(idle=True)
 
-    @pytest.mark.parametrize("then", ["publish", "release", "next step"])
+    @pytest.mark.parametrize("then", ["publish", "release", "cancel", "abandon", "expire", "next step"])
     def test_its_pages_are_found_once_it_is_told_of(self, then: str) -> None:
         """Not in the step that ends it: a client waits for that one's hand-over."""
         engine = FakeEngine(token_budget=64)
-        key = engine.add(1, prompt_of(10), Work.PREFILL)
+        key = engine.add(1, prompt_of(10), Work.PREFILL, deadline=engine.clock() + 100.0)
         engine.step()
         assert engine.core.state_of(key) is State.HELD
         assert len(engine.core.pool.prefix) == 0
-        if then == "publish":
-            engine.core.publish()
-            assert len(engine.core.pool.prefix) == 2
-        if then == "release":
-            engine.core.release(key)
+        ways: dict[str, Callable[[], object]] = {
+            "publish": engine.core.publish,
+            "release": lambda: engine.core.release(key),
+            "cancel": lambda: engine.core.cancel(key),
+            "abandon": lambda: engine.core.abandon(key),
+            "expire": lambda: engine.core.expire(engine.clock() + 200.0),
+        }
+        if then in ways:
+            ways[then]()
             assert len(engine.core.pool.prefix) == 2
         engine.add(2, prompt_of(16), Work.PREFILL)
         engine.step()

@@ -242,3 +242,5 @@ def test_when_the_rest_comes_soon() -> None:
     assert not reader.nearly_there(P, 1, 32, len(PAGES) - 1)  # another chunk follows
     assert not reader.nearly_there(P, 2, 32, len(PAGES))  # of another time
     assert not reader.nearly_there(P + 1, 1, 32, len(PAGES))
+    reader.request_gone("a", 0.0)
+    assert not reader.nearly_there(P, 1, 32, len(PAGES))  # nobody waits

@@ -67,7 +67,8 @@ class WorkerServicer:
     def Link(self, request_iterator, context):
         """/ A decode worker's link with a prefill worker, opened by the decode worker. The first message each way is `hello`;
         / a mismatch of model, KV format or version ends the stream with FAILED_PRECONDITION, which names both values. The
-        / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it.
+        / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it, and what
+        / goes by a lane overtakes what was said before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

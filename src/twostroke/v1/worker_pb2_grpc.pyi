@@ -27,7 +27,8 @@ class WorkerStub:
     Link: _aio.StreamStreamMultiCallable[_worker_pb2.FromDecode, _worker_pb2.FromPrefill]
     """/ A decode worker's link with a prefill worker, opened by the decode worker. The first message each way is `hello`;
     / a mismatch of model, KV format or version ends the stream with FAILED_PRECONDITION, which names both values. The
-    / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it.
+    / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it, and what
+    / goes by a lane overtakes what was said before.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -55,7 +56,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_worker_pb2.FromPrefill]:
         """/ A decode worker's link with a prefill worker, opened by the decode worker. The first message each way is `hello`;
         / a mismatch of model, KV format or version ends the stream with FAILED_PRECONDITION, which names both values. The
-        / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it.
+        / other messages are those of the ticket protocol; each may be lost with the stream or repeated after it, and what
+        / goes by a lane overtakes what was said before.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

@@ -31,7 +31,7 @@ class Links:
         self.sent: list[kv.FromReader] = []
         self.wanted: list[PeerAddress] = []
         self.looked = 0
-        self.alone_until = 0.0
+        self.paused = False
 
     def attach(self, events: Any) -> None:
         self.events = events
@@ -43,11 +43,17 @@ class Links:
         assert set(batches) == {WRITER}
         self.sent += batches[WRITER]
 
+    def lane(self, writer: int) -> Any:
+        return self if writer == WRITER else None
+
+    def pause(self, until: float) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
     def look(self) -> None:
         self.looked += 1
-
-    def look_yourself(self, until: float) -> None:
-        self.alone_until = until
 
 
 class Side:
@@ -289,34 +295,43 @@ def test_an_engine_with_nothing_to_do_rehearses_while_kv_comes(side: Side) -> No
     side.over()
 
 
-def test_an_engine_on_a_gpu_does_not_sleep_before_the_last_layers_come(side: Side) -> None:
-    side.handover._eager = True
+@pytest.mark.parametrize("end", ["a step follows", "token 0 is the last", "cancelled", "lost", "another request"])
+def test_an_engine_on_a_gpu_does_not_sleep_before_the_last_layers_come(side: Side, end: str) -> None:
+    """And whatever follows, somebody looks for what writers say."""
+    side.handover._rehearsal._eager = True
     side.handover.writer_up(WRITER)
     key = side.submit(prompt := random_prompt(4, 8))
     side.step()
     ticket = side.ticket()
     digests = side.write(ticket, prompt)
-
-    def told(layers: int, pages: int) -> float:
-        side.handover.received(WRITER, kv.Progress(((ticket.ticket, layers, pages), (99, LAYERS, 9))))
-        return side.handover.awake_until
-
-    assert told(LAYERS - 1, 2) == 0.0, "that may take a while"
-    assert told(LAYERS, 1) == 0.0, "another chunk follows"
-    assert side.rehearsed == 1, "once for what may take a while"
-    assert told(LAYERS, 2) > side.now
-    assert side.links.alone_until == side.handover.awake_until
-    side.now += 0.01
-    side.handover.look()
-    assert (side.links.looked, side.rehearsed) == (1, 1), "the rest comes any moment"
-    side.complete(ticket, digests, expected_tokens(prompt, 1)[0])
     assert side.handover.awake_until == 0.0
-    assert side.links.alone_until > 0.0, "until the step is launched"
-    side.step()
-    assert side.links.alone_until == 0.0
-    while key in side.core._roster.live:
-        side.step()
-    side.over()
+    side.handover.received(WRITER, kv.Progress(((ticket.ticket, LAYERS, 2), (99, LAYERS, 9))))
+    assert side.handover.awake_until > side.now
+    assert side.links.paused
+    side.handover.look()
+    assert (side.links.looked, side.rehearsed) == (1, 0), "the rest comes any moment"
+    token = expected_tokens(prompt, 1)[0]
+    match end:
+        case "a step follows":
+            side.complete(ticket, digests, token)
+            assert side.handover.awake_until == 0.0
+            assert side.links.paused, "until the step is launched"
+            side.step()
+        case "token 0 is the last":
+            side.complete(ticket, digests, token, finish=int(FinishReason.STOP))
+        case "cancelled":
+            side.core.cancel(key)
+            side.handover.gone(key)
+            side.handover.received(WRITER, kv.Drained(ticket.ticket))
+        case "lost":
+            side.handover.writer_dead(WRITER)
+            side.handover.gone(key)
+        case "another request":
+            side.submit(random_prompt(5, 8))
+            side.step()
+            side.complete(ticket, digests, token)
+    assert side.handover.awake_until == 0.0
+    assert not side.links.paused
 
 
 def test_what_the_reader_says_waits_for_the_launch(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +350,38 @@ def test_what_the_reader_says_waits_for_the_launch(side: Side, monkeypatch: pyte
     side.handover.writer_down(WRITER)
     while side.core.has_work():
         side.step()
+
+
+def test_what_waits_for_a_launch_that_never_comes_is_sent(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV arrives and its sequence is dropped, both before the next step."""
+    monkeypatch.setattr(side.runner, "overlaps", True, raising=False)
+    side.handover.writer_up(WRITER)
+    key = side.submit(prompt := random_prompt(4, 8))
+    side.step()
+    ticket = side.ticket()
+    side.complete(ticket, side.write(ticket, prompt), expected_tokens(prompt, 1)[0])
+    assert side.sent(kv.Accepted) == []
+    side.core.cancel(key)
+    side.handover.gone(key)
+    assert side.sent(kv.Accepted) == [kv.Accepted(1)]
+    side.over()
+
+
+def test_a_fault_of_ours_as_kv_arrives_leaves_no_page_held(
+    side: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(side.core._postprocessor, "arrive", fails)
+    side.handover.writer_up(WRITER)
+    key = side.submit(prompt := random_prompt(4, 8))
+    side.step()
+    ticket = side.ticket()
+    side.complete(ticket, side.write(ticket, prompt), expected_tokens(prompt, 1)[0])
+    assert "could not be taken" in side.why(key)
+    assert "ZeroDivisionError" in caplog.text
+    side.over()
 
 
 def test_wrong_digests_are_asked_for_again(side: Side) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from twostroke.services.handover.inbox import Inbox, always, never
+from twostroke.services.handover.inbox import Inbox, _Event, always, never
 from twostroke.services.handover.step_wait import NewsWait
 
 from ..late_device import Event, LateStep
@@ -111,31 +111,42 @@ def test_a_step_that_is_computed_already_is_not_waited_for() -> None:
 
 def test_a_wait_that_is_nearly_over_looks_itself() -> None:
     """The other thread's word is not needed; what came last is handled before the wait ends."""
+    over, handled, step = threading.Event(), list[str](), LateStep(0, [])
+    inbox = inbox_of(ordered=False)
 
     class Unseen(Event):
+        """Happens when it is asked for the third time, and something else with it."""
+
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            if self.asked == 3:
+                inbox._events.append(_Event(lambda: handled.append("last"), always))  # its word is still on its way
+            return self.asked > 2
+
         def synchronize(self) -> None:
             over.wait(10)
-
-    over, handled, step = threading.Event(), list[str](), LateStep(0, [])
-    step.event = Unseen()
-    inbox = inbox_of(ordered=False)
 
     def copied() -> None:
         handled.append("copied")
         inbox.stay_awake()
-        threading.Timer(0.01, ends).start()
 
-    def ends() -> None:
-        step.event.record()
-        inbox.tell(lambda: handled.append("last"), always)
-
+    step.event = Unseen()
     inbox.tell(copied, always)
     inbox.wait(step)
-    inbox.within_step()
     assert handled == ["copied", "last"]
     assert not over.is_set()
     over.set()
     inbox.close()
+
+
+def test_a_wait_that_is_over_at_once_leaves_nobody_awake() -> None:
+    inbox, step = inbox_of(ordered=False), LateStep(0, [])
+    step.event.record()
+    inbox.tell(inbox.stay_awake, always)
+    inbox.wait(step)
+    assert inbox._news._awake_until == 0.0
 
 
 @pytest.mark.parametrize("notices", ["query", "synchronize"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.kvtransfer.messages import Complete, Drained, FirstToken, FromWriter, Progress
+from twostroke.kvtransfer.messages import Accepted, Complete, Drained, FirstToken, FromWriter, Progress
 from twostroke.services.handover import lane as lane_module
 from twostroke.services.handover.lane import Lane, LaneEnd, Lanes
 from twostroke.services.handover.wire_link import from_writer
@@ -43,8 +43,7 @@ class End:
     def close(self) -> None:
         for lane in self.lanes:
             lane.close()
-        if self.end._thread.is_alive():
-            self.end.close()
+        self.end.close()
 
 
 @pytest.fixture
@@ -113,43 +112,65 @@ def test_what_is_too_long_goes_by_the_link(end: End) -> None:
 
 def test_a_full_queue_blocks_nobody(end: End) -> None:
     lane = end.lane()
-    end.end.rest(time.monotonic() + 60)
+    end.end.pause(time.monotonic() + 60)
     sent = 0
     while lane.send(PROGRESS) and sent < 10_000:
         sent += 1
     assert 0 < sent < 10_000
-    assert end.came.qsize() <= 1  # one was taken as the thread went to rest
-    end.end.rest(0.0)
+    assert end.came.qsize() <= 1  # one was taken before the thread paused
+    end.end.resume()
     assert [end.next()[1] for _ in range(sent)] == [PROGRESS] * sent
 
 
 def test_whoever_looks_himself_is_not_disturbed(end: End) -> None:
     lane = end.lane()
     end.end.look()  # nothing
-    end.end.rest(time.monotonic() + 60)
-    end.end.rest(time.monotonic() + 60)
-    time.sleep(0.05)  # the thread has gone to rest
+    end.end.pause(time.monotonic() + 60)
+    end.end.pause(time.monotonic() + 60)
+    time.sleep(0.05)  # the thread pauses
     assert lane.send(COMPLETE)
     time.sleep(0.02)
     assert end.came.empty()
     end.end.look()
     assert end.next() == (WRITER, COMPLETE, "MainThread")
-    end.end.rest(0.0)
+    end.end.resume()
     assert lane.send(PROGRESS)
     assert end.next() == (WRITER, PROGRESS, "kv-lane")
 
 
-def test_a_rest_ends_by_itself(end: End) -> None:
+def test_a_pause_ends_by_itself_and_may_begin_again(end: End) -> None:
     lane = end.lane()
-    end.end.rest(time.monotonic() + 0.05)
-    time.sleep(0.02)
+    for seconds in (0.3, 0.3, 60.0):
+        begun = time.monotonic()
+        end.end.pause(begun + seconds)
+        time.sleep(0.05)  # the thread pauses
+        assert lane.send(PROGRESS)
+        if seconds < 1:
+            assert end.next() == (WRITER, PROGRESS, "kv-lane")
+            assert time.monotonic() - begun >= seconds
+    end.end.look()
+    assert end.next() == (WRITER, PROGRESS, "MainThread")
+
+
+def test_who_was_heard_and_who_is_forgotten(end: End) -> None:
+    lane = end.lane()
+    assert not end.end.heard(WRITER)
     assert lane.send(PROGRESS)
-    assert end.next() == (WRITER, PROGRESS, "kv-lane")
+    end.next()
+    assert end.end.heard(WRITER)
+    secret = end.end.offer(WRITER).secret
+    end.end.forget(WRITER)
+    end.end.forget(OTHER)
+    assert not end.end.heard(WRITER)
+    throw(end, datagram(WRITER, secret, from_writer(PROGRESS).SerializeToString()))
+    assert end.lane(OTHER).send(PROGRESS)
+    assert end.next()[0] == OTHER
+    assert end.end.offer(WRITER).secret != secret
 
 
 def test_closed_ends(end: End) -> None:
     lane = end.lane()
-    end.end.rest(time.monotonic() + 60)
+    end.end.pause(time.monotonic() + 60)
     end.end.close()
     end.end.look()
     assert not lane.send(PROGRESS)  # refused: nobody is there
@@ -158,7 +179,22 @@ def test_closed_ends(end: End) -> None:
     lane.close()
     lane.close()
     assert not lane.send(PROGRESS)
+    end.end.close()
     assert end.came.empty()
+
+
+def test_what_cannot_be_taken_costs_nothing_else(end: End, caplog: pytest.LogCaptureFixture) -> None:
+    lane, taken = end.lane(), end.end._received
+
+    def fails(*_: Any) -> None:
+        end.end._received = taken
+        raise RuntimeError("no")
+
+    end.end._received = fails
+    assert lane.send(PROGRESS)
+    assert lane.send(COMPLETE)
+    assert end.next()[1] == COMPLETE
+    assert "could not be taken" in caplog.text
 
 
 class TestLanes:
@@ -216,6 +252,8 @@ async def test_workers_of_one_host_use_it(tmp_path: Path, monkeypatch: pytest.Mo
             prompt = random_prompt(length, length)
             assert await rig.generate(prompt, 4) == expected_tokens(prompt, 4)
         await rig.whole()
+        assert rig.d.links.lane(rig.p.identity.incarnation) is rig.d.links._lane
+        assert rig.d.links.lane(5) is None
     assert not any(isinstance(message, Progress | Complete) for messages in by_link for message in messages)
 
 
@@ -226,6 +264,27 @@ async def test_hand_overs_go_on_where_none_can_be_had(tmp_path: Path, monkeypatc
     monkeypatch.setattr("twostroke.services.handover.link_client.LaneEnd", none)
     async with running(tmp_path) as rig:
         assert await rig.generate([1, 2, 3, 4, 5], 4) == expected_tokens([1, 2, 3, 4, 5], 4)
+        await rig.whole()
+
+
+async def test_what_is_said_again_when_a_link_comes_again_can_be_answered(tmp_path: Path) -> None:
+    """`Accepted` was lost with the link: the repeated `Complete` must not come before the link stands at both ends."""
+    async with running(tmp_path) as rig:
+        rig.p.handover.writer._pushes.repeat_s = 1000.0
+        send, writer = rig.d.links.send, rig.p.identity.incarnation
+
+        def loses(batches: Any) -> None:
+            if any(isinstance(message, Accepted) for messages in batches.values() for message in messages):
+                rig.d.links.send = send  # type: ignore[method-assign]
+                rig.d.links._loop.call_soon_threadsafe(rig.d.links.drop, writer)
+            else:
+                send(batches)
+
+        for _ in range(5):
+            rig.d.links.send = loses  # type: ignore[method-assign]
+            assert await rig.generate([1, 2, 3, 4, 5], 4) == expected_tokens([1, 2, 3, 4, 5], 4)
+            async with asyncio.timeout(10):
+                await rig.p.settled(lambda: not rig.p.handover.writer.open_tickets())
         await rig.whole()
 
 

@@ -490,9 +490,11 @@ def test_it_stays_awake_once_the_last_layers_but_one_have_been_copied(monkeypatc
     side.transport.complete(LAYERS - 2)
     side.run_events()
     assert awake == []
+    side.handover._inbox.within_step()  # of the next one
     side.transport.complete(1)
     side.run_events()
     assert awake == [1]
+    side.handover._inbox.step_ended()
     side.transport.complete()
     side.run_events()
     assert awake == [1]
