@@ -50,7 +50,7 @@ FULL: dict[str, Instance] = {
         SHORT[:1], cancels=1, breaks=1, corrupt=1, crash_prefill=1, crash_decode=1, expiries=1
     ),
     "a lane overtakes whatever happens": Instance(
-        ONE, cancels=1, breaks=1, late=1, corrupt=1, crash_prefill=1, expiries=1, lane=True
+        ONE, cancels=1, breaks=1, corrupt=1, crash_prefill=1, expiries=1, lane=True
     ),
     "two layers, two requests": Instance(TWO, layers=2, corrupt=1, breaks=1, progress=False),
     "late digests, a link breaks": Instance(TWO, late_verify=True, corrupt=1, breaks=1),
