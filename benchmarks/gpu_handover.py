@@ -11,13 +11,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
 import pd_stack
 from bench_engine import CONFIG, model_name
-from record import Recorder
+from gpu_pd import Figures
+from record import Recorder, place
 from rich.console import Console
 from rich.table import Table
 from timed_worker import STATIONS
@@ -26,7 +27,7 @@ from twostroke.services.client.client import Client
 from twostroke.services.load.bench import limits_of
 from twostroke.services.load.lengths import Uniform
 from twostroke.services.load.plan import LoadPlan, LoadSpec
-from twostroke.services.load.record import OK, Record
+from twostroke.services.load.record import Record
 from twostroke.services.load.run import LoadRun, Options
 from twostroke.services.load.statistics import percentile
 
@@ -53,9 +54,7 @@ async def requests(client: Client, context: int, count: int, seed: int) -> None:
     )
     records: list[Record] = []
     await LoadRun(client, plan, Options(requests=count, timeout_s=120), records.append).closed(1)
-    bad = [f"{record.status}: {record.message}" for record in records if record.status != OK]
-    if bad or len(records) != count:
-        raise RuntimeError(f"{len(bad)} of {len(records)} requests failed; the first: {bad[:1]}")
+    Figures(records)
 
 
 def table(medians: Mapping[int, Mapping[str, float]]) -> Table:
@@ -84,28 +83,17 @@ async def measure(args: argparse.Namespace, address: str, seen: IO[str]) -> dict
             figures = {station: round(value, 3) for station, value in medians[context].items()}
             recorder.add(
                 "pd_handover", percentile(launches, 50), "ms", p99=round(percentile(launches, 99), 3), context=context,
-                model=model_name(args), dtype=args.dtype, place=place(args.devices), goal=GOAL, figures=figures,
+                model=model_name(args), dtype=args.dtype, place=place(*args.devices), goal=GOAL, figures=figures,
             )  # fmt: skip
     return medians
-
-
-def place(devices: Sequence[str]) -> str:
-    """Where the two are."""
-    return "two GPUs" if len(set(devices)) > 1 else "one GPU"
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="of the workers")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="a config.json, or a directory with one")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096, 8192, 16384])
+    pd_stack.add_arguments(parser, CONFIG)
     parser.add_argument("--requests", type=int, default=20, help="of a length")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the prompts")
-    parser.add_argument("--worker", nargs=argparse.REMAINDER, default=[], help="last: flags for the workers")
-    parser.add_argument("--logs", type=Path, help="folder for what the processes say")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append records here, not to results/gpu.jsonl")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from bench_engine import Bench, add_engine_arguments, built, model_name, pages_for
-from record import Recorder
+from record import Recorder, place
 from rich.console import Console
 from rich.table import Table
 
@@ -137,8 +137,8 @@ class Run:
         """A line of the table and of the file."""
         ordered = sorted(values)
         median, p99 = percentile(ordered, 50), percentile(ordered, 99)
-        place = "one GPU" if torch.device(self.args.peer) == torch.device(self.args.device) else "two GPUs"
-        names = {"model": model_name(self.args), "mode": what, "place": place, **point}
+        where = place(self.args.device, self.args.peer)
+        names = {"model": model_name(self.args), "mode": what, "place": where, **point}
         told = {"goal": goal} if goal else {}
         self.recorder.add("kv_push", median, unit, p99=round(p99, 3), **names, **told)  # type: ignore[arg-type]
         label = ", ".join([what, *(f"{key} {value}" for key, value in point.items())])

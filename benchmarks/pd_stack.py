@@ -1,5 +1,6 @@
 """Gateway and two workers on devices of one's choice, as processes, for the benchmarks of prefill and decode apart."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -38,6 +39,17 @@ def model_directory(config: Path, directory: Path, **changes: Any) -> Path:
     words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
     tokenizers.Tokenizer(words).save(str(directory / "tokenizer.json"))
     return directory
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
+    """Of a benchmark with such a stack. `config`: of the model, by default."""
+    parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="of the workers")
+    parser.add_argument("--config", type=Path, default=config, help="a config.json, or a directory with one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096, 8192, 16384])
+    parser.add_argument("--worker", nargs=argparse.REMAINDER, default=[], help="last: flags for the workers")
+    parser.add_argument("--logs", type=Path, help="folder for what the processes say")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append records here, not to results/gpu.jsonl")
 
 
 class Stack:

@@ -37,6 +37,11 @@ def _triton() -> str | None:
         return None
 
 
+def place(*devices: str) -> str:
+    """Where the two sides of a transfer are."""
+    return "one GPU" if len(set(map(torch.device, devices))) == 1 else "two GPUs"
+
+
 class Recorder:
     """Appends lines to `results/<name>.jsonl`, stamped with the machine, the versions and the command."""
 

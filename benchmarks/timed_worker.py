@@ -75,18 +75,13 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def patch(times: Times) -> None:
     """Each station."""
     keys: dict[int, str] = {}  # by ticket: one prefill worker and one decode worker
-    waits = threading.local()
     awaited: set[str] = set()
     ended: dict[int, float] = {}  # when a step was seen computed, by its event
     current = [0]  # the event that the engine's thread waited for last
 
-    def wait(original: Any, self: Any) -> None:
-        waits.steps = threading.current_thread().name == "step-wait"
-        original(self)
-
     def add(original: Any, self: Any, event: Any, seen: Any) -> None:
         def told(error: Exception | None) -> None:
-            if getattr(waits, "steps", False):
+            if threading.current_thread().name == "step-wait":
                 ended.setdefault(id(event), time.monotonic())
             seen(error)
 
@@ -119,14 +114,9 @@ def patch(times: Times) -> None:
         keys[self.reader._peers[reservation.writer].last_ticket] = str(reservation.key)
         awaited.add(str(reservation.key))
 
-    def received(original: Any, self: Any, writer: int, message: Any) -> None:
+    def comes(station: str, original: Any, self: Any, writer: int, message: Any) -> None:
         if isinstance(message, Complete):
-            times.note(keys[message.ticket], "received")
-        original(self, writer, message)
-
-    def on_message(original: Any, self: Any, writer: int, message: Any) -> None:
-        if isinstance(message, Complete):
-            times.note(keys[message.ticket], "read")
+            times.note(keys[message.ticket], station)
         original(self, writer, message)
 
     def arrived(original: Any, self: Any, message: Any) -> None:
@@ -146,15 +136,14 @@ def patch(times: Times) -> None:
         original(self, now)
         times.write()
 
-    around(EventWaiter, "_run", wait)
     around(EventWaiter, "add", add)
     around(NewsWait, "__call__", step_wait)
     around(PrefillHandover, "stepped", stepped)
     around(Pushes, "say_complete", say_complete)
     around(lane, "from_writer", encode)
     around(DecodeHandover, "_open", opened)
-    around(DecodeHandover, "received", received)
-    around(DecodeHandover, "_on_message", on_message)
+    around(DecodeHandover, "received", functools.partial(comes, "received"))
+    around(DecodeHandover, "_on_message", functools.partial(comes, "read"))
     around(DecodeHandover, "_arrived", arrived)
     around(EngineCore, "_launch", launch)
     around(Driver, "_tick", tick)

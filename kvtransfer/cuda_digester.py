@@ -32,12 +32,11 @@ class CudaDigester:
         self._sent: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # page lists on the device
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self._waiter = EventWaiter("kv-digests", lambda: torch.cuda.set_device(self._device))
-        with torch.cuda.device(self._device):
             slot = self._slots.take(1)
             self._launch(Verify(writer=0, ticket=1, first_layer=0, layers=1, ordinal=0, pages=(0,)), slot.view(1, 1))
             self._stream.synchronize()
         self._slots.give(slot)
+        self._waiter = EventWaiter("kv-digests", lambda: torch.cuda.set_device(self._device))
 
     def start(self, verify: Verify, digested: Digested) -> None:
         """See `Digester.start`."""

@@ -54,9 +54,7 @@ class LaneEnd:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(self._address)
-            self._bell = os.eventfd(
-                0, os.EFD_NONBLOCK | os.EFD_CLOEXEC
-            )  # the thread wakes up and sees what it shall do
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the thread: it sees what it shall do
         except BaseException:
             self._socket.close()
             raise
